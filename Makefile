@@ -1,0 +1,60 @@
+# Every target stands alone: on a fresh machine it first makes .venv with everything that it needs.
+#
+#   make demo    train one model with gloo and with cgx at 4 bits, and compare
+#   make test    lint, then all tests
+#   make lint    formatting, lint and types
+#   make bench   time the allreduce against gloo
+#   make native  the native library into the source tree, for work with PYTHONPATH=src
+#   make clean   remove what make has made
+
+PYTHON ?= python3
+# One release of torch that all of us test with; `pip install` itself takes any from 2.6 on.
+TORCH ?= torch==2.13.0
+TEST_LIMIT_S ?= 3600
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
+	$(shell find src csrc -type d -not -name __pycache__) \
+	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
+
+.PHONY: demo test lint bench native install clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	timeout --foreground --kill-after=30 $(TEST_LIMIT_S) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict src
+	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
+
+bench: $(STAMP)
+	$(BIN)/cgx bench allreduce --nproc 2 --bits 4 --sizes 64K,4M,25M,64M --against gloo
+
+native: $(STAMP)
+	$(BIN)/cmake --install build/pip --prefix src
+
+install: $(STAMP)
+
+# A folder in SOURCES is newer when a file was added to it or removed. pip always packs our files anew, but compiles
+# only what has changed, because build/pip stays. MPICH brings an mpirun too, so it gets a folder of its own.
+$(STAMP): $(SOURCES)
+	@sh .ci/system-packages "$(PYTHON)"
+	@echo "Installing torch, the tools and this package into $(VENV); the first time takes some minutes."
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "scikit-build-core>=1.0" cmake ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		--config-settings=build-dir=build/pip ".[dev]"
+	test -x $(VENV)/mpich/bin/mpiexec || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefix $(VENV)/mpich mpich
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/torch_cgx/_native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,185 @@
+/* The native library of torch_cgx: quantizing kernels, and an executor that runs collective programs over shared memory.
+ *
+ * A plain C ABI over raw pointers. It knows nothing of torch, Python or MPI; every count is 64-bit; no function throws.
+ * Functions that can fail return a cgx_status; a group keeps the text of its first failure (cgx_group_error).
+ */
+#ifndef CGX_H
+#define CGX_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define CGX_API __attribute__((visibility("default")))
+#define CGX_ABI_VERSION 1
+
+typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3 } cgx_dtype;
+
+typedef enum cgx_simd { CGX_SCALAR = 0, CGX_AVX2 = 1 } cgx_simd;
+
+typedef enum cgx_status {
+  CGX_OK = 0,
+  CGX_PENDING = 1,
+  CGX_ERROR_TIMEOUT = -1,
+  CGX_ERROR_PEER_LOST = -2,
+  CGX_ERROR_MISMATCH = -3,
+  CGX_ERROR_POISONED = -4,
+  CGX_ERROR_SHARED_MEMORY = -5,
+  CGX_ERROR_ARGUMENT = -6,
+  CGX_ERROR_CLOSED = -7,
+} cgx_status;
+
+/* Consecutive values of a tensor that share a width and a block size, and where their payload lies in its slot. */
+typedef struct cgx_piece {
+  int64_t offset;   /* first value, counted from the tensor's start; also the value's index for random rounding */
+  int64_t numel;    /* values, raw tail included */
+  int64_t payload;  /* bytes from the slot's start */
+  int64_t raw_tail; /* how many of the last values travel unquantized */
+  int64_t block;    /* values that share one unit and one minimum */
+  int64_t bits;     /* 1 to 8, or 32: all values travel unquantized */
+} cgx_piece;
+
+/* Where random rounding draws from; stochastic 0 rounds to nearest. */
+typedef struct cgx_rounding {
+  uint64_t seed;
+  uint64_t op;
+  uint32_t rank;
+  uint32_t stage;
+  int64_t stochastic;
+} cgx_rounding;
+
+CGX_API int cgx_abi_version(void);
+CGX_API int cgx_best_simd(void);
+CGX_API int cgx_simd_available(int simd);
+
+CGX_API int64_t cgx_piece_payload_nbytes(const cgx_piece* piece, int dtype);
+
+CGX_API int cgx_encode(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, const void* values,
+                       uint8_t* payload, const cgx_rounding* rounding);
+
+/* add: values += decoded instead of values = decoded. */
+CGX_API int cgx_decode(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, const uint8_t* payload,
+                       void* values, int add);
+
+/* values = decode(encode((values + payloads[0] + payloads[1] + ...) * scale)); the encoded sum goes to out. */
+CGX_API int cgx_reduce(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, void* values,
+                       const uint8_t* const* payloads, int64_t n_payloads, double scale, uint8_t* out,
+                       const cgx_rounding* rounding);
+
+/* ---- plans: what one rank does in one operation, as tables ---- */
+
+typedef enum cgx_step_kind {
+  CGX_STEP_ENCODE = 0,
+  CGX_STEP_SEND = 1,
+  CGX_STEP_RECEIVE = 2,
+  CGX_STEP_REDUCE = 3,
+  CGX_STEP_DECODE = 4
+} cgx_step_kind;
+
+typedef struct cgx_step {
+  int64_t kind;
+  int64_t slot;        /* written (encode, reduce), moved (send, receive) or read (decode) */
+  int64_t peer;        /* send and receive */
+  int64_t first_piece; /* encode, reduce, decode */
+  int64_t n_pieces;
+  int64_t first_input; /* reduce: a range of the plan's list of input slots */
+  int64_t n_inputs;
+} cgx_step;
+
+/* A place for a payload. All ranks give a slot the same offset; its flag is the writer's own. */
+typedef struct cgx_slot {
+  int64_t offset; /* bytes from the start of the half of the segment that an operation uses */
+  int64_t nbytes;
+  int64_t writer;
+  int64_t flag;
+} cgx_slot;
+
+typedef struct cgx_plan cgx_plan;
+
+/* slice_steps: n_slices + 1 ascending indices into steps. half_nbytes: what the largest slice needs in a half.
+ * NULL where a table refers outside of another, or a payload outside of its slot. */
+CGX_API cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,
+                               int64_t n_slots, const int64_t* inputs, int64_t n_inputs, const cgx_step* steps,
+                               int64_t n_steps, const int64_t* slice_steps, int64_t n_slices, int64_t half_nbytes);
+CGX_API void cgx_plan_free(cgx_plan* plan);
+
+/* ---- groups: ranks of one host that share memory ---- */
+
+/* What a rank says that it calls; two ranks whose calls differ in any field but sequence have lost step. */
+typedef struct cgx_call {
+  int32_t operation; /* index into the names given to cgx_group_open */
+  int32_t dtype;     /* likewise */
+  int32_t reduction; /* likewise; -1: none */
+  int32_t root;      /* group rank; -1: none */
+  int32_t bits;
+  int32_t block;
+  int32_t ndim; /* -1: shapes may differ between ranks and are not compared */
+  int32_t reserved;
+  int64_t numel;
+  int64_t layout; /* hash of what else must be alike */
+  int64_t dims[6];
+} cgx_call;
+
+typedef struct cgx_stats {
+  int64_t operations;
+  int64_t compressed_operations;
+  int64_t bytes_before;
+  int64_t bytes_after;
+  int64_t bytes_sent;
+  int64_t encode_ns;
+  int64_t wait_ns;
+  int64_t reduce_ns;
+  int64_t decode_ns;
+} cgx_stats;
+
+typedef struct cgx_submission {
+  const cgx_plan* plan;
+  void* values;
+  double scale;
+  cgx_rounding rounding; /* rank and stage are filled in by the executor */
+  int64_t sequence;      /* from cgx_group_note */
+  int64_t timeout_ms;
+  int64_t bytes_before;
+  int64_t bytes_after;
+  int64_t compressed;
+  int64_t wake; /* 1: let the group's thread start at once; 0: the caller waits right away and runs it itself */
+} cgx_submission;
+
+typedef struct cgx_group cgx_group;
+
+/* Creates the control segment of a group and returns its file name (to be told to the peers), or a negative status. */
+CGX_API int cgx_control_create(int64_t world, char* name, int64_t name_nbytes, char* error, int64_t error_nbytes);
+/* Maps it. global_ranks: what errors call the ranks. names: strings for errors, each list separated by '\n'. */
+CGX_API cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* global_ranks,
+                                  const char* operation_names, const char* dtype_names, const char* reduction_names,
+                                  int simd, int64_t segment_limit_nbytes, char* error, int64_t error_nbytes);
+/* Called by the creator once all have opened it: from then on nothing of the group has a name. */
+CGX_API void cgx_control_unlink(const char* name);
+
+CGX_API int64_t cgx_group_note(cgx_group* group, const cgx_call* call);
+CGX_API int64_t cgx_group_submit(cgx_group* group, const cgx_submission* submission);
+/* Waits for an operation, at most slice_ms; CGX_PENDING: not yet, call again. Runs it itself where nobody does. */
+CGX_API int cgx_group_wait(cgx_group* group, int64_t operation, int64_t slice_ms);
+/* Lets the group's thread take over what a caller left in the middle. */
+CGX_API void cgx_group_kick(cgx_group* group);
+CGX_API int64_t cgx_group_completed(const cgx_group* group);
+/* Looks for trouble around an operation that another engine carries: poison and lost step, and, if asked, dead peers. */
+CGX_API int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peers);
+CGX_API void cgx_group_fail(cgx_group* group, int status, const char* text);
+CGX_API int cgx_group_error(cgx_group* group, char* text, int64_t text_nbytes);
+/* Nanoseconds of the monotonic clock; zeros where the operation is too old to be remembered or not done. */
+CGX_API void cgx_group_times(const cgx_group* group, int64_t operation, int64_t* submitted, int64_t* started,
+                             int64_t* finished);
+CGX_API void cgx_group_stats(const cgx_group* group, cgx_stats* stats);
+CGX_API void cgx_group_reset_stats(cgx_group* group);
+/* Says good-bye to the peers, stops the thread, fails what is pending. Wait for nothing after it; free once. */
+CGX_API void cgx_group_close(cgx_group* group);
+CGX_API void cgx_group_free(cgx_group* group);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

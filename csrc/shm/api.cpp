@@ -1,0 +1,103 @@
+// The groups' part of the C ABI: no exception passes it.
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "group.h"
+
+struct cgx_group {
+  cgx::Group inner;
+  const cgx::ControlLayout layout;
+};
+
+namespace {
+
+void put(const std::string& text, char* out, int64_t nbytes) {
+  if (nbytes <= 0) return;
+  const size_t length = std::min(text.size(), static_cast<size_t>(nbytes) - 1);
+  std::memcpy(out, text.data(), length);
+  out[length] = 0;
+}
+
+}  // namespace
+
+int cgx_control_create(int64_t world, char* name, int64_t name_nbytes, char* error, int64_t error_nbytes) try {
+  if (world < 2) return CGX_ERROR_ARGUMENT;
+  const cgx::ControlLayout layout(world);
+  cgx::Segment segment;
+  std::string segment_name;
+  const std::string problem = cgx::Segment::create(layout.nbytes, &segment, &segment_name);
+  put(problem, error, error_nbytes);
+  if (!problem.empty()) return CGX_ERROR_SHARED_MEMORY;
+  // A new file is all zeros, which is the state that everything else starts from.
+  auto* control = reinterpret_cast<cgx::Control*>(segment.data());
+  control->world = world;
+  control->flags_per_rank = layout.flags_per_rank;
+  control->magic = cgx::kMagic;
+  put(segment_name, name, name_nbytes);
+  return CGX_OK;
+} catch (const std::exception& e) {
+  put(e.what(), error, error_nbytes);
+  return CGX_ERROR_SHARED_MEMORY;
+}
+
+void cgx_control_unlink(const char* name) { cgx::Segment::unlink(name); }
+
+cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* global_ranks,
+                          const char* operation_names, const char* dtype_names, const char* reduction_names, int simd,
+                          int64_t segment_limit_nbytes, char* error, int64_t error_nbytes) try {
+  const cgx::ControlLayout layout(world);
+  cgx::Segment segment;
+  std::string problem = cgx::Segment::open(name, layout.nbytes, &segment);
+  if (problem.empty()) {
+    const auto* control = reinterpret_cast<const cgx::Control*>(segment.data());
+    if (control->magic != cgx::kMagic || control->world != world) problem = "the control segment is of another version or group";
+  }
+  put(problem, error, error_nbytes);
+  if (!problem.empty() || rank < 0 || rank >= world) return nullptr;
+  auto* group = new cgx_group{
+      {std::move(segment), rank, world, global_ranks, simd, segment_limit_nbytes}, layout};
+  group->inner.board().set_names(operation_names, dtype_names, reduction_names);
+  group->inner.start();
+  return group;
+} catch (const std::exception& e) {
+  put(e.what(), error, error_nbytes);
+  return nullptr;
+}
+
+int64_t cgx_group_note(cgx_group* group, const cgx_call* call) { return group->inner.board().note(*call); }
+
+int64_t cgx_group_submit(cgx_group* group, const cgx_submission* submission) try {
+  return group->inner.submit(*submission);
+} catch (const std::bad_alloc&) {
+  return CGX_ERROR_ARGUMENT;
+}
+
+int cgx_group_wait(cgx_group* group, int64_t operation, int64_t slice_ms) { return group->inner.wait(operation, slice_ms); }
+void cgx_group_kick(cgx_group* group) { group->inner.kick(); }
+int64_t cgx_group_completed(const cgx_group* group) { return group->inner.completed(); }
+
+int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peers) {
+  return look_at_peers ? group->inner.check_peers(sequence) : group->inner.check(sequence);
+}
+
+void cgx_group_fail(cgx_group* group, int status, const char* text) { group->inner.fail(status, text); }
+
+int cgx_group_error(cgx_group* group, char* text, int64_t text_nbytes) {
+  std::string message;
+  const int status = group->inner.error(&message);
+  put(message, text, text_nbytes);
+  return status;
+}
+
+void cgx_group_times(const cgx_group* group, int64_t operation, int64_t* submitted, int64_t* started, int64_t* finished) {
+  const cgx::OperationTimes times = group->inner.times(operation);
+  *submitted = times.submitted_ns;
+  *started = times.started_ns;
+  *finished = times.finished_ns;
+}
+
+void cgx_group_stats(const cgx_group* group, cgx_stats* stats) { *stats = group->inner.stats(); }
+void cgx_group_reset_stats(cgx_group* group) { group->inner.reset_stats(); }
+void cgx_group_close(cgx_group* group) { group->inner.close(); }
+void cgx_group_free(cgx_group* group) { delete group; }

@@ -1,0 +1,321 @@
+#include "group.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "waiting.h"
+
+namespace cgx {
+
+Group::Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, int simd,
+             int64_t segment_limit_nbytes)
+    : layout_(world),
+      control_segment_(std::move(control)),
+      control_(reinterpret_cast<Control*>(control_segment_.data())),
+      ranks_(reinterpret_cast<RankControl*>(control_segment_.data() + layout_.ranks_at)),
+      flags_(reinterpret_cast<Flag*>(control_segment_.data() + layout_.flags_at)),
+      board_(control_, layout_, rank),
+      rank_(rank),
+      world_(world),
+      global_ranks_(global_ranks, global_ranks + world),
+      simd_(simd),
+      segment_limit_nbytes_(segment_limit_nbytes),
+      owner_pid_(getpid()),
+      watch_(world) {
+  cpu_set_t cores;
+  const int64_t n_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+  // Spinning pays while the peer runs on another core; with more ranks than cores it keeps the peer from running.
+  spin_ns_ = n_cores >= world ? 50000 : 2000;
+  RankControl& me = ranks_[rank];
+  me.pid.store(owner_pid_);
+  me.start_time.store(process_start_time(owner_pid_));
+  me.life.store(kPresent, std::memory_order_release);
+}
+
+void Group::start() { thread_ = std::thread([this] { work(); }); }
+
+Group::~Group() { close(); }
+
+// ---- the queue ----
+
+int64_t Group::submit(const cgx_submission& what) {
+  if (closed_.load()) return CGX_ERROR_CLOSED;
+  Operation op;
+  op.what = what;
+  op.submitted_ns = now_ns();
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  op.number = ++submitted_;
+  queue_.push_back(op);
+  if (what.wake && !thread_wanted_) {
+    thread_wanted_ = true;
+    work_arrived_.notify_one();
+  }
+  return op.number;
+}
+
+void Group::kick() {
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  thread_wanted_ = true;
+  work_arrived_.notify_one();
+}
+
+void Group::work() {
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(queue_mutex_);
+      work_arrived_.wait(lock, [this] { return stopping_ || thread_wanted_; });
+      if (stopping_) return;
+      thread_wanted_ = false;
+    }
+    std::lock_guard<std::mutex> role(role_);
+    run_queue(INT64_MAX, INT64_MAX);
+  }
+}
+
+int Group::wait(int64_t number, int64_t slice_ms) {
+  const int64_t until_ns = now_ns() + slice_ms * 1000000;
+  for (;;) {
+    if (completed() >= number) return CGX_OK;
+    const int status = status_.load(std::memory_order_acquire);
+    if (status != CGX_OK) return status;
+    if (closed_.load()) return CGX_ERROR_CLOSED;
+    if (role_.try_lock()) {
+      run_queue(number, until_ns);
+      role_.unlock();
+      std::lock_guard<std::mutex> lock(queue_mutex_);
+      if (!queue_.empty() && !thread_wanted_) {  // what this caller leaves behind is the thread's
+        thread_wanted_ = true;
+        work_arrived_.notify_one();
+      }
+    } else {
+      std::unique_lock<std::mutex> lock(queue_mutex_);
+      const auto slice = std::chrono::nanoseconds(std::max<int64_t>(0, until_ns - now_ns()));
+      work_done_.wait_for(lock, slice, [&] { return completed() >= number || status_.load() != CGX_OK; });
+    }
+    if (completed() < number && status_.load() == CGX_OK && now_ns() >= until_ns) return CGX_PENDING;
+  }
+}
+
+int Group::run_queue(int64_t target, int64_t until_ns) {
+  while (completed() < target) {
+    Operation* op;
+    {
+      std::lock_guard<std::mutex> lock(queue_mutex_);
+      if (queue_.empty()) return CGX_OK;
+      op = &queue_.front();  // stays valid: only the holder of the role pops, and a deque's ends do not move it
+    }
+    const int status = status_.load() == CGX_OK ? advance(*op, until_ns) : status_.load();
+    if (status == CGX_PENDING) return status;
+    if (status == CGX_OK) finish(*op);
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    if (status == CGX_OK) {
+      completed_.store(op->number, std::memory_order_release);
+      queue_.pop_front();
+    } else {
+      queue_.clear();
+    }
+    work_done_.notify_all();
+    if (status != CGX_OK) return status;
+  }
+  return CGX_OK;
+}
+
+void Group::finish(const Operation& op) {
+  count(kOperations, 1);
+  count(kCompressed, op.what.compressed);
+  count(kBefore, op.what.bytes_before);
+  count(kAfter, op.what.bytes_after);
+  std::lock_guard<std::mutex> lock(times_mutex_);
+  times_[static_cast<size_t>(op.number % kTimes)] = {op.number, op.submitted_ns, op.started_ns, now_ns()};
+}
+
+// ---- running one operation ----
+
+int Group::advance(Operation& op, int64_t until_ns) {
+  const cgx_plan& plan = *op.what.plan;
+  if (op.started_ns == 0) op.started_ns = now_ns();
+  const int ready = ensure_segment(op, until_ns);
+  if (ready != CGX_OK) return ready;
+  for (; op.slice < plan.slices(); ++op.slice, op.slice_begun = false) {
+    if (!op.slice_begun) {
+      const int free = begin_slice(op, until_ns);
+      if (free != CGX_OK) return free;
+      ++slice_number_;
+      op.slice_begun = true;
+      op.step = plan.slice_steps[static_cast<size_t>(op.slice)];
+    }
+    for (; op.step < plan.slice_steps[static_cast<size_t>(op.slice) + 1]; ++op.step) {
+      const int status = execute(op, plan.steps[static_cast<size_t>(op.step)], until_ns);
+      if (status != CGX_OK) return status;
+    }
+    ranks_[rank_].done.store(slice_number_, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    for (int64_t peer = 0; peer < world_; ++peer) ring(peer);
+  }
+  return CGX_OK;
+}
+
+// The half that the next slice will use must have been left by all peers.
+int Group::begin_slice(const Operation& op, int64_t until_ns) {
+  const uint64_t next = slice_number_ + 1;
+  if (next <= 2) return CGX_OK;
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    const int status = wait_for(op, ranks_[peer].done, next - 2, peer, until_ns);
+    if (status != CGX_OK) return status;
+  }
+  return CGX_OK;
+}
+
+uint8_t* Group::slot_data(const Operation& op, int64_t slot) const {
+  const int64_t half = (slice_number_ & 1) ? data_.nbytes() / 2 : 0;
+  return data_.data() + half + op.what.plan->slots[static_cast<size_t>(slot)].offset;
+}
+
+int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) {
+  const cgx_plan& plan = *op.what.plan;
+  const cgx_slot& slot = plan.slots[static_cast<size_t>(step.slot)];
+  const cgx_piece* pieces = plan.pieces.data() + step.first_piece;
+  cgx_rounding rounding = op.what.rounding;
+  rounding.rank = static_cast<uint32_t>(rank_);
+  const int64_t begin_ns = now_ns();
+  switch (step.kind) {
+    case CGX_STEP_ENCODE:
+      rounding.stage = 0;
+      cgx_encode(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, slot_data(op, step.slot), &rounding);
+      count(kEncodeNs, now_ns() - begin_ns);
+      return CGX_OK;
+    case CGX_STEP_SEND:
+      flag(rank_, slot.flag).slice.store(slice_number_, std::memory_order_release);
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      ring(step.peer);
+      count(kSent, slot.nbytes);
+      return CGX_OK;
+    case CGX_STEP_RECEIVE: {
+      const int status = wait_for(op, flag(slot.writer, slot.flag).slice, slice_number_, slot.writer, until_ns);
+      count(kWaitNs, now_ns() - begin_ns);
+      // The peer noted its call before it wrote the payload: reading another call's payload is impossible from here on.
+      if (status == CGX_OK && board_.differs(slot.writer, op.what.sequence))
+        return fail_mismatch(slot.writer, op.what.sequence);
+      return status;
+    }
+    case CGX_STEP_REDUCE: {
+      std::vector<const uint8_t*> payloads(static_cast<size_t>(step.n_inputs));
+      for (size_t i = 0; i < payloads.size(); ++i)
+        payloads[i] = slot_data(op, plan.inputs[static_cast<size_t>(step.first_input) + i]);
+      rounding.stage = 1;
+      cgx_reduce(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs, op.what.scale,
+                 slot_data(op, step.slot), &rounding);
+      count(kReduceNs, now_ns() - begin_ns);
+      return CGX_OK;
+    }
+    default:
+      cgx_decode(simd_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values, 0);
+      count(kDecodeNs, now_ns() - begin_ns);
+      return CGX_OK;
+  }
+}
+
+// ---- the data segment ----
+
+// Every rank comes here with the same need, because plans are the same on all. Rank 0 makes a larger segment; the others map
+// it; once all have, its name is removed.
+int Group::ensure_segment(const Operation& op, int64_t until_ns) {
+  const int64_t needed = 2 * op.what.plan->half_nbytes;
+  if (needed <= data_.nbytes() && !created_generation_) return CGX_OK;
+  if (rank_ == 0) {
+    if (!created_generation_) {
+      if (needed > segment_limit_nbytes_) {
+        fail(CGX_ERROR_SHARED_MEMORY, "an operation needs more shared memory than the group may take");
+        return CGX_ERROR_SHARED_MEMORY;
+      }
+      // Grow at least twofold, so that slowly rising sizes do not allocate each time.
+      const int64_t nbytes = std::min(std::max(needed, 2 * data_.nbytes()), segment_limit_nbytes_) / 128 * 128;
+      std::string segment_name;
+      const std::string error = Segment::create(std::max(nbytes, needed), &data_, &segment_name);
+      if (!error.empty()) {
+        fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
+        return CGX_ERROR_SHARED_MEMORY;
+      }
+      std::memcpy(control_->data_name, segment_name.c_str(), segment_name.size() + 1);
+      control_->data_nbytes.store(data_.nbytes());
+      control_->generation.store(++generation_, std::memory_order_release);
+      created_generation_ = true;
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      for (int64_t peer = 1; peer < world_; ++peer) ring(peer);
+    }
+    for (int64_t peer = 1; peer < world_; ++peer) {
+      const int status = wait_for(op, ranks_[peer].mapped_generation, generation_, peer, until_ns);
+      if (status == CGX_PENDING) return status;
+      if (status != CGX_OK) {
+        Segment::unlink(control_->data_name);
+        return status;
+      }
+    }
+    Segment::unlink(control_->data_name);
+    created_generation_ = false;
+    return CGX_OK;
+  }
+  const int status = wait_for(op, control_->generation, generation_ + 1, 0, until_ns);
+  if (status != CGX_OK) return status;
+  if (board_.differs(0, op.what.sequence)) return fail_mismatch(0, op.what.sequence);
+  const std::string segment_name(control_->data_name, strnlen(control_->data_name, kNameNbytes));
+  const int64_t nbytes = control_->data_nbytes.load();
+  std::string error = nbytes < needed || nbytes > segment_limit_nbytes_
+                          ? "rank 0 made a shared segment of a size that this operation cannot use"
+                          : Segment::open(segment_name, nbytes, &data_);
+  if (!error.empty()) {
+    fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
+    return CGX_ERROR_SHARED_MEMORY;
+  }
+  ranks_[rank_].mapped_generation.store(++generation_, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  ring(0);
+  return CGX_OK;
+}
+
+// ---- the rest ----
+
+OperationTimes Group::times(int64_t number) const {
+  std::lock_guard<std::mutex> lock(times_mutex_);
+  const OperationTimes& found = times_[static_cast<size_t>(number % kTimes)];
+  return found.number == number ? found : OperationTimes{number, 0, 0, 0};
+}
+
+cgx_stats Group::stats() const {
+  const auto value = [this](Counter counter) { return counters_[counter].load(std::memory_order_relaxed); };
+  return {value(kOperations), value(kCompressed), value(kBefore),   value(kAfter),   value(kSent),
+          value(kEncodeNs),   value(kWaitNs),     value(kReduceNs), value(kDecodeNs)};
+}
+
+void Group::reset_stats() {
+  for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
+}
+
+void Group::close() {
+  if (closed_.exchange(true)) return;
+  if (getpid() != owner_pid_) {  // a forked child has neither the thread nor a place among the ranks
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    stopping_ = true;
+    work_arrived_.notify_all();
+    work_done_.notify_all();
+  }
+  ranks_[rank_].bell.fetch_add(1);
+  futex_wake(&ranks_[rank_].bell);
+  if (thread_.joinable()) thread_.join();
+  if (created_generation_) Segment::unlink(control_->data_name);
+  ranks_[rank_].life.store(kLeft, std::memory_order_release);
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    ranks_[peer].bell.fetch_add(1);
+    futex_wake(&ranks_[peer].bell);
+  }
+}
+
+}  // namespace cgx

@@ -1,0 +1,112 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+namespace cgx {
+namespace {
+
+constexpr char kFolder[] = "/dev/shm/";
+constexpr char kPrefix[] = "cgx-";
+
+std::string failure(const std::string& what, int error) { return what + ": " + std::strerror(error); }
+
+std::string random_name(std::string* name) {
+  uint8_t bytes[16];
+  if (getrandom(bytes, sizeof bytes, 0) != static_cast<ssize_t>(sizeof bytes)) return failure("no random bytes", errno);
+  constexpr char digits[] = "0123456789abcdef";
+  *name = kPrefix;
+  for (uint8_t byte : bytes) {
+    name->push_back(digits[byte >> 4]);
+    name->push_back(digits[byte & 15]);
+  }
+  return "";
+}
+
+// Names come from a peer: only ours are opened, and none that leaves the folder.
+bool well_formed(const std::string& name) {
+  return name.rfind(kPrefix, 0) == 0 && name.find('/') == std::string::npos && name.size() < 64;
+}
+
+std::string map(int file, int64_t nbytes, uint8_t** data) {
+  void* mapped = mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (mapped == MAP_FAILED) return failure("cannot map shared memory", errno);
+  *data = static_cast<uint8_t*>(mapped);
+  return "";
+}
+
+}  // namespace
+
+Segment& Segment::operator=(Segment&& other) noexcept {
+  if (this != &other) {
+    unmap();
+    data_ = std::exchange(other.data_, nullptr);
+    nbytes_ = std::exchange(other.nbytes_, 0);
+  }
+  return *this;
+}
+
+void Segment::unmap() {
+  if (data_) munmap(data_, static_cast<size_t>(nbytes_));
+  data_ = nullptr;
+  nbytes_ = 0;
+}
+
+std::string Segment::create(int64_t nbytes, Segment* out, std::string* name) {
+  std::string error = random_name(name);
+  if (!error.empty()) return error;
+  const std::string path = kFolder + *name;
+  const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (file < 0) return failure("cannot create a file in /dev/shm", errno);
+  const int full = posix_fallocate(file, 0, nbytes);
+  if (full != 0)
+    error = failure("cannot get " + std::to_string(nbytes >> 20) + " MB in /dev/shm", full) +
+            " (make it larger, e.g. docker run --shm-size, or lower CGX_FUSION_BUFFER_SIZE_MB)";
+  uint8_t* data = nullptr;
+  if (error.empty()) error = map(file, nbytes, &data);
+  ::close(file);
+  if (!error.empty()) {
+    ::unlink(path.c_str());
+    return error;
+  }
+  out->unmap();
+  out->data_ = data;
+  out->nbytes_ = nbytes;
+  return "";
+}
+
+std::string Segment::open(const std::string& name, int64_t nbytes, Segment* out) {
+  if (!well_formed(name)) return "a peer named a shared segment that is none of ours";
+  const std::string path = kFolder + name;
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (file < 0) return failure("cannot open the peers' shared memory", errno);
+  struct stat facts;
+  std::string error;
+  if (fstat(file, &facts) != 0)
+    error = failure("cannot look at the peers' shared memory", errno);
+  else if (facts.st_uid != geteuid() || (facts.st_mode & 07777) != 0600)
+    error = "the peers' shared memory belongs to another user or has another mode than 0600";
+  else if (facts.st_size < nbytes)
+    error = "the peers' shared memory is shorter than it must be";
+  uint8_t* data = nullptr;
+  if (error.empty()) error = map(file, nbytes, &data);
+  ::close(file);
+  if (!error.empty()) return error;
+  out->unmap();
+  out->data_ = data;
+  out->nbytes_ = nbytes;
+  return "";
+}
+
+void Segment::unlink(const std::string& name) {
+  if (well_formed(name)) ::unlink((kFolder + name).c_str());
+}
+
+}  // namespace cgx

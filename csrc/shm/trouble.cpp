@@ -1,0 +1,170 @@
+// Waiting for peers, and everything that can go wrong meanwhile: the part of Group that keeps the promises "no hang" and "no lie".
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "group.h"
+#include "waiting.h"
+
+namespace cgx {
+namespace {
+
+constexpr int64_t kNapNs = 20000000;  // between two looks at whether the peer lives
+
+}  // namespace
+
+int Group::wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer,
+                    int64_t until_ns) {
+  if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
+  const int64_t spin_until_ns = now_ns() + spin_ns_;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
+      pause_briefly();
+    }
+  } while (now_ns() < spin_until_ns);
+
+  RankControl& me = ranks_[rank_];
+  for (;;) {
+    const uint32_t bell = me.bell.load(std::memory_order_acquire);
+    me.waits_on.store(static_cast<uint32_t>(peer) + 1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (word.load(std::memory_order_acquire) >= value) {
+      me.waits_on.store(0, std::memory_order_relaxed);
+      return CGX_OK;
+    }
+    const int trouble = look_for_trouble(op, peer);
+    if (trouble == CGX_OK) futex_wait(&me.bell, bell, std::max<int64_t>(0, std::min(kNapNs, until_ns - now_ns())));
+    me.waits_on.store(0, std::memory_order_relaxed);
+    if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
+    if (trouble != CGX_OK) return trouble;
+    if (closed_.load(std::memory_order_relaxed)) return CGX_ERROR_CLOSED;
+    if (now_ns() >= until_ns) return CGX_PENDING;
+  }
+}
+
+void Group::ring(int64_t peer) {
+  RankControl& other = ranks_[peer];
+  if (peer == rank_ || other.waits_on.load(std::memory_order_relaxed) != static_cast<uint32_t>(rank_) + 1) return;
+  other.bell.fetch_add(1, std::memory_order_release);
+  futex_wake(&other.bell);
+}
+
+std::string Group::operation_name(const Operation& op) const {
+  return "operation " + std::to_string(op.what.sequence) + ", " + board_.describe(rank_, op.what.sequence);
+}
+
+int Group::look_for_trouble(const Operation& op, int64_t peer) {
+  if (poison_arrived()) return status_.load();
+  for (int64_t other = 0; other < world_; ++other)
+    if (other != rank_ && board_.differs(other, op.what.sequence)) return fail_mismatch(other, op.what.sequence);
+
+  const RankControl& them = ranks_[peer];
+  const bool left = them.life.load(std::memory_order_acquire) == kLeft;
+  if (left || watch_.is_dead(peer, them.pid.load(), them.start_time.load())) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (poison_arrived()) return status_.load();
+    fail(CGX_ERROR_PEER_LOST,
+         name(rank_) + " lost " + name(peer) + " in " + operation_name(op) + ": its process (pid " +
+             std::to_string(them.pid.load()) + ") " +
+             (left ? "has left the group (destroy_process_group, or the end of its script)"
+                   : "is gone (killed, crashed or out of memory)") +
+             ". Look at that rank's output for the cause, then restart all ranks.");
+    return CGX_ERROR_PEER_LOST;
+  }
+  const int64_t waited_ms = (now_ns() - op.started_ns) / 1000000;
+  if (waited_ms >= op.what.timeout_ms) {
+    fail(CGX_ERROR_TIMEOUT,
+         name(rank_) + " waited " + std::to_string(waited_ms) + " ms for " + name(peer) + " in " + operation_name(op) + "; " +
+             name(peer) + " " + board_.position(peer) +
+             ". Make sure that all ranks call the same collectives, or give init_process_group a longer timeout.");
+    return CGX_ERROR_TIMEOUT;
+  }
+  return CGX_OK;
+}
+
+int Group::check(int64_t sequence) {
+  if (status_.load() != CGX_OK) return status_.load();
+  if (poison_arrived()) return status_.load();
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    if (board_.differs(peer, sequence)) return fail_mismatch(peer, sequence);
+  }
+  return CGX_OK;
+}
+
+int Group::check_peers(int64_t sequence) {
+  const int status = check(sequence);
+  if (status != CGX_OK) return status;
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    const RankControl& them = ranks_[peer];
+    if (peer == rank_ || them.life.load(std::memory_order_acquire) == kLeft) continue;
+    if (!watch_.is_dead(peer, them.pid.load(), them.start_time.load())) continue;
+    fail(CGX_ERROR_PEER_LOST, name(rank_) + " lost " + name(peer) + " in operation " + std::to_string(sequence) + ", " +
+                                  board_.describe(rank_, sequence) + ": its process (pid " +
+                                  std::to_string(them.pid.load()) +
+                                  ") is gone (killed, crashed or out of memory). Look at that rank's output for the cause, "
+                                  "then restart all ranks.");
+    return CGX_ERROR_PEER_LOST;
+  }
+  return CGX_OK;
+}
+
+int Group::fail_mismatch(int64_t peer, int64_t sequence) {
+  fail(CGX_ERROR_MISMATCH, "ranks have lost step at operation " + std::to_string(sequence) + ": " + name(rank_) + " called " +
+                               board_.describe(rank_, sequence) + ", " + name(peer) + " called " +
+                               board_.describe(peer, sequence) +
+                               ". All ranks must make the same calls with the same shapes, types and settings, in one order.");
+  return status_.load();
+}
+
+// The first failure of a rank is kept, told to the peers, and wakes whoever waits.
+void Group::fail(int status, const std::string& text) {
+  {
+    std::lock_guard<std::mutex> lock(error_mutex_);
+    if (status_.load() != CGX_OK) return;
+    error_ = text;
+    status_.store(status, std::memory_order_release);
+  }
+  uint32_t unclaimed = 0;
+  if (status != CGX_ERROR_CLOSED && control_->poison_claimed.compare_exchange_strong(unclaimed, 1)) {
+    const size_t length = std::min<size_t>(text.size(), kPoisonNbytes - 1);
+    std::memcpy(control_->poison_text, text.data(), length);
+    control_->poison_text[length] = 0;
+    control_->poison_rank.store(static_cast<int32_t>(rank_));
+    control_->poison_status.store(status);
+    control_->poisoned.store(1, std::memory_order_release);
+    for (int64_t peer = 0; peer < world_; ++peer) {
+      ranks_[peer].bell.fetch_add(1);
+      futex_wake(&ranks_[peer].bell);
+    }
+  }
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  work_done_.notify_all();
+}
+
+bool Group::poison_arrived() {
+  if (status_.load() != CGX_OK) return true;
+  if (control_->poisoned.load(std::memory_order_acquire) == 0) return false;
+  const int64_t culprit = control_->poison_rank.load();
+  if (culprit == rank_ || culprit < 0 || culprit >= world_) return false;
+  const std::string text(control_->poison_text, strnlen(control_->poison_text, kPoisonNbytes));
+  const int status = control_->poison_status.load();
+  // A lost peer or lost step concerns this rank as much as the one that saw it first.
+  const bool shared = status == CGX_ERROR_MISMATCH || status == CGX_ERROR_PEER_LOST;
+  std::lock_guard<std::mutex> lock(error_mutex_);
+  if (status_.load() == CGX_OK) {
+    error_ = shared ? text : name(culprit) + " failed, and so " + name(rank_) + " cannot go on: " + text;
+    status_.store(shared ? status : CGX_ERROR_POISONED, std::memory_order_release);
+  }
+  return true;
+}
+
+int Group::error(std::string* text) {
+  std::lock_guard<std::mutex> lock(error_mutex_);
+  *text = error_;
+  return status_.load();
+}
+
+}  // namespace cgx

@@ -1,0 +1,100 @@
+"""torch_cgx: a torch.distributed backend, "cgx", whose allreduce sends 1 to 8 bits a value.
+
+Importing it registers the backend (so does `import torch` alone, where this package is installed) and, under mpirun or srun,
+sets RANK and WORLD_SIZE. The names below are the public interface.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch_cgx.codec import dequantize, payload_nbytes, quantize
+from torch_cgx.defaults import set_default, uncompressed
+from torch_cgx.errors import (
+    CGXError,
+    CGXTimeoutError,
+    MismatchError,
+    PeerLostError,
+    PoisonedError,
+    SharedMemoryError,
+)
+from torch_cgx.version import __version__
+
+if TYPE_CHECKING:
+    from torch_cgx.backend import ProcessGroupCGX
+
+__all__ = [
+    "CGXError",
+    "CGXTimeoutError",
+    "MismatchError",
+    "PeerLostError",
+    "PoisonedError",
+    "SharedMemoryError",
+    "__version__",
+    "dequantize",
+    "payload_nbytes",
+    "quantize",
+    "register_layer",
+    "reset_stats",
+    "set_default",
+    "set_quantization_bits",
+    "set_quantization_bucket_size",
+    "stats",
+    "uncompressed",
+]
+
+
+def stats(group: Any = None) -> dict[str, float]:
+    """What this rank has sent, and where the time went, on a group with backend "cgx" (None: the default group).
+
+    Keys: operations, compressed_operations, bytes_before, bytes_after (of the tensors, compressed), bytes_sent (to all peers),
+    encode_s, wait_s, reduce_s, decode_s.
+    """
+    return _cgx_group(group).stats()
+
+
+def reset_stats(group: Any = None) -> None:
+    """Begin counting anew."""
+    _cgx_group(group).reset_stats()
+
+
+def register_layer(bucket_idx: int, layer_idx: int, numel: int, bits: int, bucket_size: int) -> None:
+    """Tell the default group that layer `layer_idx` of grad bucket `bucket_idx` has so many values, bits and bucket size.
+
+    An all_reduce on the default group with as many values as the layers of a grad bucket together is then compressed layer
+    by layer, where compression is on. All ranks must register alike.
+    """
+    _cgx_group(None).layers.register(bucket_idx, layer_idx, numel, bits, bucket_size)
+
+
+def set_quantization_bits(bucket_idx: int, layer_idx: int, bits: int) -> None:
+    """Change the bits of a registered layer."""
+    _cgx_group(None).layers.set_bits(bucket_idx, layer_idx, bits)
+
+
+def set_quantization_bucket_size(bucket_idx: int, layer_idx: int, bucket_size: int) -> None:
+    """Change the bucket size of a registered layer."""
+    _cgx_group(None).layers.set_block(bucket_idx, layer_idx, bucket_size)
+
+
+def _cgx_group(group: Any) -> ProcessGroupCGX:
+    """The group, if its backend is ours."""
+    import torch.distributed as dist
+
+    from torch_cgx.backend import ProcessGroupCGX
+
+    if not dist.is_initialized():
+        raise ValueError('expected an initialised process group: call init_process_group("cgx") first')
+    chosen = group if group is not None else dist.group.WORLD
+    if not isinstance(chosen, ProcessGroupCGX):
+        raise ValueError(f'group: expected one with backend "cgx", got backend "{dist.get_backend(group)}"')
+    return chosen
+
+
+def _register() -> None:
+    import _torch_cgx_autoload
+
+    _torch_cgx_autoload.register()
+
+
+_register()

@@ -1,0 +1,145 @@
+"""The native library: finding it, and the C structures of csrc/include/cgx.h as ctypes.
+
+Nothing here knows torch. Where the library was not built (no compiler at installation) `library()` is None, and the
+caller takes the plain-torch kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+__all__ = ["Call", "Piece", "Rounding", "Slot", "Stats", "Step", "Submission", "library"]
+
+ABI_VERSION = 1
+
+_log = logging.getLogger("torch_cgx")
+
+
+class Piece(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("offset", "numel", "payload", "raw_tail", "block", "bits")]
+
+
+class Rounding(ctypes.Structure):
+    _fields_ = [("seed", c_uint64), ("op", c_uint64), ("rank", c_uint32), ("stage", c_uint32), ("stochastic", c_int64)]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        (name, c_int64) for name in ("kind", "slot", "peer", "first_piece", "n_pieces", "first_input", "n_inputs")
+    ]
+
+
+class Slot(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("offset", "nbytes", "writer", "flag")]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("operation", "dtype", "reduction", "root", "bits", "block", "ndim", "reserved")),
+        ("numel", c_int64),
+        ("layout", c_int64),
+        ("dims", c_int64 * 6),
+    ]
+
+
+class Stats(ctypes.Structure):
+    _fields_ = [
+        (name, c_int64)
+        for name in (
+            "operations",
+            "compressed_operations",
+            "bytes_before",
+            "bytes_after",
+            "bytes_sent",
+            "encode_ns",
+            "wait_ns",
+            "reduce_ns",
+            "decode_ns",
+        )
+    ]
+
+
+class Submission(ctypes.Structure):
+    _fields_ = [
+        ("plan", c_void_p),
+        ("values", c_void_p),
+        ("scale", c_double),
+        ("rounding", Rounding),
+        *((name, c_int64) for name in ("sequence", "timeout_ms", "bytes_before", "bytes_after", "compressed", "wake")),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "cgx_abi_version": (c_int, []),
+    "cgx_best_simd": (c_int, []),
+    "cgx_simd_available": (c_int, [c_int]),
+    "cgx_piece_payload_nbytes": (c_int64, [POINTER(Piece), c_int]),
+    "cgx_encode": (c_int, [c_int, c_int, POINTER(Piece), c_int64, c_void_p, c_void_p, POINTER(Rounding)]),
+    "cgx_decode": (c_int, [c_int, c_int, POINTER(Piece), c_int64, c_void_p, c_void_p, c_int]),
+    "cgx_reduce": (
+        c_int,
+        [c_int, c_int, POINTER(Piece), c_int64, c_void_p, POINTER(c_void_p), c_int64, c_double, c_void_p]
+        + [POINTER(Rounding)],
+    ),
+    "cgx_plan_new": (
+        c_void_p,
+        [c_int64, c_int, POINTER(Piece), c_int64, POINTER(Slot), c_int64, POINTER(c_int64), c_int64]
+        + [POINTER(Step), c_int64, POINTER(c_int64), c_int64, c_int64],
+    ),
+    "cgx_plan_free": (None, [c_void_p]),
+    "cgx_control_create": (c_int, [c_int64, c_char_p, c_int64, c_char_p, c_int64]),
+    "cgx_group_open": (
+        c_void_p,
+        [c_char_p, c_int64, c_int64, POINTER(c_int32), c_char_p, c_char_p, c_char_p, c_int, c_int64, c_char_p, c_int64],
+    ),
+    "cgx_control_unlink": (None, [c_char_p]),
+    "cgx_group_note": (c_int64, [c_void_p, POINTER(Call)]),
+    "cgx_group_submit": (c_int64, [c_void_p, POINTER(Submission)]),
+    "cgx_group_wait": (c_int, [c_void_p, c_int64, c_int64]),
+    "cgx_group_kick": (None, [c_void_p]),
+    "cgx_group_completed": (c_int64, [c_void_p]),
+    "cgx_group_check": (c_int, [c_void_p, c_int64, c_int]),
+    "cgx_group_fail": (None, [c_void_p, c_int, c_char_p]),
+    "cgx_group_error": (c_int, [c_void_p, c_char_p, c_int64]),
+    "cgx_group_times": (None, [c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), POINTER(c_int64)]),
+    "cgx_group_stats": (None, [c_void_p, POINTER(Stats)]),
+    "cgx_group_reset_stats": (None, [c_void_p]),
+    "cgx_group_close": (None, [c_void_p]),
+    "cgx_group_free": (None, [c_void_p]),
+}
+
+_lock = threading.Lock()
+_loaded: list[ctypes.CDLL | None] = []
+
+
+def library() -> ctypes.CDLL | None:
+    """The library with all its signatures declared, or None (said once in the log) where it cannot be used."""
+    with _lock:
+        if not _loaded:
+            _loaded.append(_load(Path(__file__).with_name("libcgx.so")))
+        return _loaded[0]
+
+
+def _load(path: Path) -> ctypes.CDLL | None:
+    try:
+        lib = ctypes.CDLL(str(path))
+        lib.cgx_abi_version.restype = c_int
+        found = lib.cgx_abi_version()
+        if found != ABI_VERSION:
+            raise OSError(f"{path.name} has ABI {found}, this package needs {ABI_VERSION}: reinstall torch_cgx")
+        for name, (restype, argtypes) in _SIGNATURES.items():
+            function = getattr(lib, name)
+            function.restype = restype
+            function.argtypes = argtypes
+    except (OSError, AttributeError) as error:
+        _log.warning(
+            "torch_cgx has no native library (%s): using the plain-torch kernels, which are many times slower. "
+            "Install a C++ compiler and reinstall torch_cgx to get it.",
+            error,
+        )
+        return None
+    return lib

@@ -1,0 +1,146 @@
+"""The collectives that torch's own engines carry: signatures, and what each says on the board. No decisions.
+
+Method names and argument orders are those of `torch.distributed.ProcessGroup`, which Python and, through trampolines, C++
+(DDP, functional collectives) call.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_cgx.calls import reduction_name
+
+__all__ = ["CarriedCollectives"]
+
+
+class CarriedCollectives(dist.ProcessGroup):
+    """Everything but the allreduce family and the barrier, in terms of `_carry`."""
+
+    def _backend(self, tensor: Tensor) -> Any:
+        raise NotImplementedError
+
+    def _carry(
+        self,
+        operation: str,
+        run: Any,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...] | None,
+        result: list[Tensor],
+        *,
+        reduction: str | None = None,
+        root: int = -1,
+    ) -> Any:
+        raise NotImplementedError
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not isinstance(opts, c10d.BroadcastOptions):
+            root, opts = opts, c10d.BroadcastOptions()
+            opts.rootRank = root or 0
+        first = tensors[0]
+        run = partial(self._backend(first).broadcast, tensors, opts)
+        return self._carry("broadcast", run, first.dtype, _shape(first), tensors, root=opts.rootRank)
+
+    def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Any:
+        if isinstance(tensors, Tensor):
+            root, opts = opts, c10d.ReduceOptions()
+            opts.rootRank = root
+            if more:
+                opts.reduceOp = more[0]
+            tensors = [tensors]
+        first = tensors[0]
+        run = partial(self._backend(first).reduce, tensors, opts)
+        reduction = reduction_name(opts.reduceOp)
+        return self._carry(
+            "reduce", run, first.dtype, _shape(first), list(tensors), reduction=reduction, root=opts.rootRank
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = opts if isinstance(opts, c10d.AllgatherOptions) else c10d.AllgatherOptions()
+        first = inputs[0]
+        run = partial(self._backend(first).allgather, outputs, inputs, opts)
+        return self._carry("all_gather", run, first.dtype, _shape(first), [t for row in outputs for t in row])
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.AllgatherOptions()
+        run = partial(self._backend(input)._allgather_base, output, input, opts)
+        return self._carry("all_gather_into_tensor", run, input.dtype, _shape(input), [output])
+
+    all_gather_single = _allgather_base
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.AllgatherOptions()
+        first = inputs[0]
+        run = partial(self._backend(first).allgather_coalesced, outputs, inputs, opts)
+        return self._carry("all_gather_coalesced", run, first.dtype, None, [t for row in outputs for t in row])
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        first = inputs[0]
+        opts = opts if isinstance(opts, c10d.GatherOptions) else c10d.GatherOptions()
+        run = partial(self._backend(first).gather, outputs, inputs, opts)
+        return self._carry("gather", run, first.dtype, None, [t for row in outputs for t in row], root=opts.rootRank)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        first = outputs[0]
+        opts = opts if isinstance(opts, c10d.ScatterOptions) else c10d.ScatterOptions()
+        run = partial(self._backend(first).scatter, outputs, inputs, opts)
+        return self._carry("scatter", run, first.dtype, _shape(first), list(outputs), root=opts.rootRank)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        if not isinstance(opts, c10d.ReduceScatterOptions):
+            op, opts = opts, c10d.ReduceScatterOptions()
+            if op is not None:
+                opts.reduceOp = op
+        first = outputs[0]
+        run = partial(self._backend(first).reduce_scatter, outputs, inputs, opts)
+        return self._carry(
+            "reduce_scatter", run, first.dtype, None, list(outputs), reduction=reduction_name(opts.reduceOp)
+        )
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.ReduceScatterOptions()
+        run = partial(self._backend(input)._reduce_scatter_base, output, input, opts)
+        reduction = reduction_name(opts.reduceOp)
+        return self._carry("reduce_scatter_tensor", run, input.dtype, _shape(input), [output], reduction=reduction)
+
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.AllToAllOptions()
+        first = inputs[0]
+        run = partial(self._backend(first).alltoall, outputs, inputs, opts)
+        return self._carry("all_to_all", run, first.dtype, None, list(outputs))
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None
+    ) -> Any:
+        opts = opts if opts is not None else c10d.AllToAllOptions()
+        run = partial(self._backend(input).alltoall_base, output, input, output_split_sizes, input_split_sizes, opts)
+        return self._carry("all_to_all_single", run, input.dtype, None, [output])
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    # Messages between two ranks are no collectives: only those two call, so nothing is noted.
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        return self._backend(tensors[0]).send(tensors, peer, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        return self._backend(tensors[0]).recv(tensors, peer, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        return self._backend(tensors[0]).recv_anysource(tensors, tag)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

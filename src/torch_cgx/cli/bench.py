@@ -1,0 +1,187 @@
+"""`cgx bench allreduce`: the arguments, the run of the ranks, and what is printed and written.
+
+What the ranks do is in allreduce.py and busy.py, the JSON in report.py, the picture in plot.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from datetime import datetime, timezone
+from typing import Any
+
+from torch_cgx.cli import registry
+from torch_cgx.cli.registry import CommandFailed, UsageError, command
+
+
+def against(text: str) -> tuple[str, ...]:
+    """Backends to compare with; `none` for cgx alone."""
+    import torch.distributed as dist
+
+    names = () if text == "none" else tuple(text.split(","))
+    allowed = ["gloo", *(["mpi"] if dist.is_mpi_available() else [])]
+    if any(name not in allowed for name in names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {', '.join(allowed)} or none")
+    return names
+
+
+def add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--nproc",
+        type=registry.whole_number(2, 256),
+        default=2,
+        metavar="N",
+        help="processes, on this host (2)",
+    )
+    add("--bits", type=registry.bits, default=4, help="1 to 8 bits a value, or 32 for exact (4)")
+    add(
+        "--bucket-size",
+        type=registry.whole_number(1, 65536),
+        default=1024,
+        metavar="N",
+        help="values that share one minimum and unit (1024)",
+    )
+    add("--dtype", choices=list(registry.DTYPES), default="float32", help="of the tensor (float32)")
+    add(
+        "--sizes",
+        type=registry.sizes,
+        default=registry.sizes("64K,4M,25M,64M"),
+        metavar="SIZE,...",
+        help="bytes of the tensor, K = 1024 (64K,4M,25M,64M)",
+    )
+    add("--against", type=against, default=("gloo",), metavar="BACKEND", help="gloo, or none (gloo)")
+    add(
+        "--seconds",
+        type=registry.positive_seconds,
+        default=2.0,
+        help="about how long to measure each size of each backend (2)",
+    )
+    add("--busy", action="store_true", help="also measure operations while the main thread computes in Python")
+    add("--json", type=registry.output_file, metavar="FILE", help="write everything, raw samples too")
+    add("--plot", type=registry.plot_file, metavar="FILE.png", help="draw times and ratios")
+
+
+@command("bench", "allreduce", summary="time all_reduce against another backend", arguments=add_allreduce_arguments)
+def bench_allreduce(options: argparse.Namespace) -> int:
+    """Start processes, check all_reduce of every backend against an exact sum, then time them in turn.
+
+    median   of batches of consecutive operations, per operation (slowest rank)
+    p95      of single operations
+    GB/s     bytes of the tensor / median
+    ratio    the other backend's median / that of cgx
+    error    relative, against the sum in float64
+    sent     bytes one rank sends for one operation
+    """
+    from torch_cgx.cli import machine, report
+    from torch_cgx.cli.processes import RankFailed, run_ranks
+    from torch_cgx.cli.progress import Progress
+    from torch_cgx.cli.table import format_nbytes
+
+    itemsize = registry.DTYPES[options.dtype]
+    for nbytes in options.sizes:
+        if nbytes % itemsize:
+            raise UsageError(
+                f"argument --sizes: {nbytes} is not a multiple of {itemsize}, the bytes of a {options.dtype}"
+            )
+
+    settings = {
+        key: getattr(options, key) for key in ("bits", "bucket_size", "dtype", "sizes", "against", "seconds", "busy")
+    }
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with Progress("cgx bench allreduce") as progress:
+        progress.update(0.0, "starting")
+        try:
+            of_ranks = run_ranks(
+                "torch_cgx.cli.allreduce:run",
+                settings,
+                options.nproc,
+                lambda rank, message: progress.update(message["fraction"], format_nbytes(message["nbytes"])),
+            )
+        except RankFailed as error:
+            sys.stderr.write(error.details)
+            raise CommandFailed(str(error)) from error
+
+    result: dict[str, Any] = {
+        "schema": report.SCHEMA,
+        "schema_version": report.SCHEMA_VERSION,
+        "kind": "allreduce",
+        "date": date,
+        "command": sys.argv[1:],
+        "machine": machine.facts(),
+        "settings": {
+            "nproc": options.nproc,
+            **settings,
+            "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "1"),
+        },
+        "cells": report.merge_cells(
+            [of_rank["cells"] for of_rank in of_ranks], bits=options.bits, bucket_size=options.bucket_size
+        ),
+        "busy": report.merge_busy([of_rank["busy"] for of_rank in of_ranks]),
+    }
+    print(format_allreduce(result))
+    if options.json:
+        options.json.write_text(json.dumps(result) + "\n")
+        print(f"raw samples: {options.json}")
+    if options.plot:
+        from torch_cgx.cli.plot import draw_allreduce
+
+        draw_allreduce(result, options.plot)
+        print(f"plot: {options.plot}")
+    return 0
+
+
+def format_allreduce(result: dict[str, Any]) -> str:
+    from torch_cgx.cli.plot import settings_text
+    from torch_cgx.cli.table import format_nbytes, format_ratio, format_seconds, format_table
+
+    settings, machine = result["settings"], result["machine"]
+    kernels = machine["simd"] or "in plain torch"
+    lines = [
+        f"all_reduce of {settings['dtype']} on {settings['nproc']} processes; cgx: {settings_text(result)}",
+        f"{machine['cpu']}, {machine['cores']} cores, kernels {kernels}, torch {machine['torch']}",
+        "",
+        format_table(
+            ["size", "backend", "median", "p95", "GB/s", "ratio", "error", "same bits", "sent"],
+            [
+                [
+                    format_nbytes(cell["nbytes"]),
+                    cell["backend"],
+                    format_seconds(cell["median_s"]),
+                    format_seconds(cell["p95_s"]),
+                    f"{cell['gb_per_s']:.3g}",
+                    " ".join(map(format_ratio, cell.get("ratio", {}).values())),
+                    f"{cell['check']['relative_error']:.1e}",
+                    "yes" if cell["check"]["same_bits"] else "NO",
+                    format_nbytes(cell["check"]["sent_nbytes"]),
+                ]
+                for cell in result["cells"]
+            ],
+            left=2,
+        ),
+    ]
+    if result["busy"]:
+        lines += [
+            "",
+            "asynchronous all_reduce, main thread quiet or busy in Python, median",
+            format_table(
+                ["size", "backend", "quiet", "busy", "busy/quiet", "clock"],
+                [
+                    [
+                        format_nbytes(cell["nbytes"]),
+                        cell["backend"],
+                        format_seconds(cell["quiet_s"]),
+                        format_seconds(cell["busy_s"]),
+                        format_ratio(cell["ratio"]),
+                        cell["clock"],
+                    ]
+                    for cell in result["busy"]
+                ],
+                left=2,
+            ),
+        ]
+        if any(cell["clock"] == "callback" for cell in result["busy"]):
+            lines.append("clock callback: the Work has no native time stamps; the future's callback waits for the GIL")
+    return "\n".join(lines)

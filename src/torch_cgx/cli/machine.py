@@ -1,0 +1,81 @@
+"""Facts about this machine and this installation, for `cgx doctor` and at the head of every benchmark.
+
+Everything here is looked up anew and nothing raises: a fact that cannot be had is None.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import TypedDict
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Machine(TypedDict):
+    cpu: str
+    cores: int
+    os: str
+    python: str
+    torch: str
+    torch_cgx: str | None
+    native: bool
+    simd: str | None
+
+
+def facts() -> Machine:
+    import torch
+
+    native, simd = native_facts()
+    return Machine(
+        cpu=cpu_model(),
+        cores=cores(),
+        os=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_cgx=getattr(import_module("torch_cgx"), "__version__", None),
+        native=native,
+        simd=simd,
+    )
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def cores() -> int:
+    """Cores this process may use, not those that the host has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def native_facts() -> tuple[bool, str | None]:
+    """Whether the native library is there, and the SIMD level that a group created now would use."""
+    try:
+        from torch_cgx.config import Settings
+        from torch_cgx.kernels import cpu
+
+        if not cpu.available():
+            return False, None
+    except Exception:  # a broken library must not keep `cgx doctor` from saying so
+        return False, None
+    try:
+        return True, cpu.simd_level(Settings.from_environ().simd)
+    except ValueError:  # a level that this processor or this version does not have
+        return True, None
+
+
+def shared_memory_free_nbytes() -> int | None:
+    try:
+        return shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return None

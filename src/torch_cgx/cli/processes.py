@@ -1,0 +1,229 @@
+"""Starts the ranks of a benchmark as processes of their own, hears from them, and leaves none behind.
+
+The parent starts `python -m torch_cgx.cli.processes module:function` once a rank. Parent and child speak in
+lines of JSON: the arguments go to the child's stdin, progress and one result (or one error) come back on a
+pipe of their own, so that whatever libraries print cannot disturb them. What the ranks measure is not known
+here.
+
+Nobody is left: a child whose stdin ends (its parent is gone, however it went) exits at once; a parent that is
+interrupted or sees a rank fail ends all its children. Children live in sessions of their own, so Ctrl-C
+reaches the parent alone and its order is the only one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from torch_cgx.cli.registry import CommandFailed
+
+Message = dict[str, Any]
+Report = Callable[[Message], None]
+"""How a rank tells its parent about progress."""
+
+MASTER_ADDR = "127.0.0.1"
+GRACE_S = 2.0
+"""How long the other ranks may take to raise on their own after one failed, and to end after SIGTERM."""
+
+
+class RankFailed(Exception):
+    """A rank raised, or ended without a result."""
+
+    def __init__(self, rank: int, message: str, details: str = "") -> None:
+        super().__init__(f"rank {rank} failed: {message}")
+        self.details = details
+
+
+def run_ranks(
+    target: str, arguments: Mapping[str, object], nproc: int, on_progress: Callable[[int, Message], None]
+) -> list[Message]:
+    """Call `module:function` with (arguments, report) on `nproc` ranks: what each of them returned."""
+    from torch._C._distributed_c10d import TCPStore
+
+    # The parent holds the store, so there is no port to guess and no race for it.
+    store = TCPStore(MASTER_ADDR, 0, is_master=True, wait_for_workers=False)
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(nproc):
+            ranks.append(_Rank(target, arguments, rank, nproc, store.port))
+        failed = _listen(ranks, on_progress)
+        if failed is not None:
+            raise failed.failure()
+        return [child.result for child in ranks if child.result is not None]
+    finally:
+        _end(ranks)
+
+
+class _Rank:
+    """One child, as its parent sees it."""
+
+    def __init__(self, target: str, arguments: Mapping[str, object], rank: int, nproc: int, port: int) -> None:
+        self.rank = rank
+        self.result: Message | None = None
+        self.error: Message | None = None
+        read_fd, write_fd = os.pipe()
+        self.messages: IO[bytes] = os.fdopen(read_fd, "rb", buffering=0)
+        self.unread = b""
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, target, str(write_fd)],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=(write_fd,),
+                env=_environ(rank, nproc, port),
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_fd)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def read(self) -> list[Message] | None:
+        """The messages that have come, or None once the child has closed its end."""
+        data = os.read(self.messages.fileno(), 1 << 16)
+        if not data:
+            return None
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def failure(self) -> RankFailed:
+        if self.error is not None:
+            return RankFailed(self.rank, self.error["message"], self.error["details"])
+        try:
+            code: int | None = self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        return RankFailed(self.rank, f"it ended with exit code {code} and no result")
+
+
+def _environ(rank: int, nproc: int, port: int) -> dict[str, str]:
+    import torch_cgx
+
+    # The parent may have found the package by other means than its own environment.
+    package_root = str(Path(str(torch_cgx.__file__)).resolve().parents[1])
+    search_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "OMP_NUM_THREADS": "1",  # as torchrun does; the user's own value wins
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(search_path),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": MASTER_ADDR,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _listen(ranks: list[_Rank], on_progress: Callable[[int, Message], None]) -> _Rank | None:
+    """Until every rank has closed its pipe, or the grace after a failure is over.
+
+    Returns the first that failed: it has the best story to tell, the others only lost a peer.
+    """
+    failed: _Rank | None = None
+    deadline: float | None = None
+    with selectors.DefaultSelector() as selector:
+        for child in ranks:
+            selector.register(child.messages, selectors.EVENT_READ, child)
+        while selector.get_map():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            for key, _ in selector.select(left):
+                child = key.data
+                messages = child.read()
+                for message in messages or ():
+                    if message["kind"] == "result":
+                        child.result = message["value"]
+                    elif message["kind"] == "error":
+                        child.error = message
+                    else:
+                        on_progress(child.rank, message["value"])
+                if messages is None:
+                    selector.unregister(child.messages)
+                lost = messages is None and child.result is None
+                if failed is None and (child.error is not None or lost):
+                    failed, deadline = child, time.monotonic() + GRACE_S
+    return failed
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Ranks that are through get the grace to leave on their own; whoever stays is ended."""
+    deadline = time.monotonic() + (GRACE_S if all(child.result is not None for child in ranks) else 0.0)
+    for end in (lambda process: None, subprocess.Popen.terminate, subprocess.Popen.kill):
+        for child in ranks:
+            if child.process.poll() is None:
+                end(child.process)
+        for child in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + GRACE_S
+    for child in ranks:
+        child.messages.close()
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+
+
+def join_world(timeout_s: float) -> None:
+    """In a rank: make the default group, over gloo, for the benchmark's own agreements; not measured."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _exit_with_parent() -> None:
+    # os.read, not sys.stdin: a thread that sits in a buffered read cannot be left behind at exit.
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def _read_line(fd: int) -> bytes:
+    line = bytearray()
+    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
+        line += byte
+    return bytes(line)
+
+
+def _child(target: str, fd: int) -> int:
+    arguments = json.loads(_read_line(0))
+    threading.Thread(target=_exit_with_parent, daemon=True, name="exit-with-parent").start()
+    with os.fdopen(fd, "w", encoding="utf-8") as pipe:
+
+        def send(kind: str, **fields: object) -> None:
+            pipe.write(json.dumps({"kind": kind, **fields}) + "\n")
+            pipe.flush()
+
+        try:
+            module, _, function = target.partition(":")
+            run = getattr(importlib.import_module(module), function)
+            send("result", value=run(arguments, lambda value: send("progress", value=value)))
+        except CommandFailed as error:
+            send("error", message=str(error), details="")
+            return 1
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            send("error", message=message, details=traceback.format_exc())
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_child(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,117 @@
+"""The list of sub-commands of `cgx`, and the argument types they share.
+
+A sub-command is one function with the decorator `command`; nothing else knows its name. Modules that register
+commands import nothing heavy at the top, so that `cgx --help` stays quick. What a command does is not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+AddArguments = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], int]
+
+BITS = (*range(1, 9), 32)
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""What the quantizer takes, and the bytes of one value."""
+
+
+class UsageError(Exception):
+    """The user asked for something that cannot be: one line on stderr, exit code 2."""
+
+
+class CommandFailed(Exception):
+    """The command could not do what was asked: one line on stderr, exit code 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    path: tuple[str, ...]
+    summary: str
+    add_arguments: AddArguments
+    run: Run
+
+
+COMMANDS: dict[tuple[str, ...], Command] = {}
+
+
+def command(*path: str, summary: str, arguments: AddArguments) -> Callable[[Run], Run]:
+    """Register a function as the sub-command `cgx path...`; its docstring is the long help."""
+
+    def register(run: Run) -> Run:
+        COMMANDS[path] = Command(path, summary, arguments, run)
+        return run
+
+    return register
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; argparse would print the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_FACTOR = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+def size(text: str) -> int:
+    """`64K` -> 65536: bytes, with K, M and G as powers of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    nbytes = float(match[1]) * _FACTOR[match[2].upper()] if match else 0.0
+    if nbytes < 1 or nbytes != int(nbytes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: allowed are bytes as in 4, 64K, 1.5M, 2G (K = 1024)")
+    return int(nbytes)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(size(part) for part in text.split(","))
+
+
+def bits(text: str) -> int:
+    if not text.isdecimal() or int(text) not in BITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: 1 to 8, or 32 for exact")
+    return int(text)
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a number of seconds above 0, such as 0.5")
+    return seconds
+
+
+def output_file(text: str) -> Path:
+    """A path that can be written: better to say no now than after minutes of measuring."""
+    path = Path(text)
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: it needs a file name in a folder that exists")
+    return path
+
+
+def plot_file(text: str) -> Path:
+    path = output_file(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a file name that ends in .png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("plots need matplotlib: pip install 'pytorch-cgx[plot]'")
+    return path

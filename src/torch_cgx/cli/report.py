@@ -1,0 +1,111 @@
+"""The JSON that `cgx bench --json` writes, and the numbers derived from raw samples.
+
+One schema for every benchmark; fields are only ever added within a version:
+
+    schema          "cgx-bench"
+    schema_version  1
+    kind            "allreduce" (later also others); says what a cell means
+    date            start of the run, ISO 8601, UTC
+    command         the arguments after `cgx`
+    machine         cpu, cores (that the run may use), os, python, torch, torch_cgx, native (library), simd
+    settings        nproc, bits, bucket_size, dtype, sizes, against, seconds, busy, omp_num_threads
+    cells           one per size and backend:
+        nbytes, numel       of the tensor on each rank
+        backend, bits, bucket_size      (bits 32: exact; bucket_size null where it has no meaning)
+        check
+            relative_error      |result - sum in float64| / |sum in float64|, Euclidean norms
+            max_error, max_error_allowed    of one value
+            same_bits           on all ranks
+            sent_nbytes         by rank 0 for one operation
+            sent_from           "stats" (counted by torch_cgx) or "ring" (computed, for a ring all_reduce)
+        ops_per_batch       consecutive operations of one batch
+        batch_ns            nanoseconds of every batch, of its slowest rank
+        op_ns               for every batch the nanoseconds of its operations on rank 0
+        median_s            of batch_ns / ops_per_batch
+        p95_s               of op_ns
+        gb_per_s            1e-9 * nbytes / median_s
+        ratio               {other backend: its median_s / this median_s}, in cells of backend cgx
+    busy            one per size and backend, with --busy; empty without:
+        nbytes, backend
+        clock               "native" (the operation's own stamps) or "callback" (an upper bound, see busy.py)
+        quiet_ns, busy_ns   of every operation, of its slowest rank
+        quiet_s, busy_s     their medians; ratio = busy_s / quiet_s
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+SCHEMA = "cgx-bench"
+SCHEMA_VERSION = 1
+
+Cell = dict[str, Any]
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that at least `share` of all do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
+
+
+def merge_cells(of_ranks: Sequence[Sequence[Cell]], *, bits: int, bucket_size: int) -> list[Cell]:
+    """One cell of the schema from every rank's cell of the same place."""
+    cells = []
+    for same in zip(*of_ranks, strict=True):
+        first = same[0]
+        nbytes, ops, world = first["nbytes"], first["ops_per_batch"], len(same)
+        compressed = first["backend"] == "cgx"
+        batch_ns = [max(map(sum, batches)) for batches in zip(*(cell["op_ns"] for cell in same), strict=True)]
+        median_s = statistics.median(batch_ns) / ops * 1e-9
+        sent_nbytes = first["check"]["sent_nbytes"]
+        check = {
+            **first["check"],
+            "max_error": max(cell["check"]["max_error"] for cell in same),
+            # Gloo's all_reduce is a ring: every rank sends (n - 1) / n of the tensor twice.
+            "sent_nbytes": 2 * (world - 1) / world * nbytes if sent_nbytes is None else sent_nbytes,
+            "sent_from": "ring" if sent_nbytes is None else "stats",
+        }
+        cells.append(
+            {
+                "nbytes": nbytes,
+                "numel": first["numel"],
+                "backend": first["backend"],
+                "bits": bits if compressed else 32,
+                "bucket_size": bucket_size if compressed and bits < 32 else None,
+                "check": check,
+                "ops_per_batch": ops,
+                "batch_ns": batch_ns,
+                "op_ns": first["op_ns"],
+                "median_s": median_s,
+                "p95_s": quantile([ns for batch in first["op_ns"] for ns in batch], 0.95) * 1e-9,
+                "gb_per_s": 1e-9 * nbytes / median_s,
+            }
+        )
+    for cell in cells:
+        if cell["backend"] == "cgx":
+            others = [other for other in cells if other["nbytes"] == cell["nbytes"] and other is not cell]
+            cell["ratio"] = {other["backend"]: other["median_s"] / cell["median_s"] for other in others}
+    return cells
+
+
+def merge_busy(of_ranks: Sequence[Sequence[Cell]]) -> list[Cell]:
+    cells = []
+    for same in zip(*of_ranks, strict=True):
+        quiet_ns, busy_ns = (
+            [max(of_one) for of_one in zip(*(cell[key] for cell in same), strict=True)]
+            for key in ("quiet_ns", "busy_ns")
+        )
+        quiet_s, busy_s = (statistics.median(samples) * 1e-9 for samples in (quiet_ns, busy_ns))
+        cells.append(
+            {
+                **{key: same[0][key] for key in ("nbytes", "backend", "clock")},
+                "quiet_ns": quiet_ns,
+                "busy_ns": busy_ns,
+                "quiet_s": quiet_s,
+                "busy_s": busy_s,
+                "ratio": busy_s / quiet_s,
+            }
+        )
+    return cells

@@ -1,0 +1,166 @@
+"""The settings of a group, as frozen dataclasses, and the only reader of the CGX_* variables.
+
+A value outside its range is a `ValueError` that names the variable, the value and what is allowed. A variable
+that is set to the empty string counts as unset. Values whose feature this version does not have are refused,
+never ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+MAX_BLOCK = 65536  # values: beyond it a block leaves the fastest cache, and saves nothing that matters
+
+BITS_VARIABLE = "CGX_COMPRESSION_QUANTIZATION_BITS"
+BLOCK_VARIABLE = "CGX_COMPRESSION_BUCKET_SIZE"
+
+_BITS = (*range(1, 9), 32)
+_SMALLEST_COMPRESSED_NUMEL = 16  # below it the header costs more than the values
+_OWN_TO_A_RANK = ("node_id", "num_threads", "simd")
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How an allreduce without a hook is compressed."""
+
+    bits: int = 32  # 1 to 8, or 32: exact. An allreduce that nobody asked to compress is exact
+    block: int = 512  # values that share a unit and a minimum: those 8 bytes cost 1/8 bit a value
+
+    def __post_init__(self) -> None:
+        if self.bits not in _BITS:
+            raise ValueError(f"bits: expected 1 to 8 or 32, got {self.bits}")
+        if not 1 <= self.block <= MAX_BLOCK:
+            raise ValueError(f"bucket size: expected 1 to {MAX_BLOCK} values, got {self.block}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is read once, when a group is created."""
+
+    skip_incomplete: bool = False  # True: an incomplete last block travels raw
+    minimal_numel: int = 0  # values; smaller tensors travel exactly. Forced to at least 16
+    stochastic: bool = False  # True: unbiased rounding, for a little more noise
+    seed: int = 0  # of stochastic rounding; 64 bits
+    fusion_nbytes: int = 64 << 20  # bytes of values; the most one program handles: bounds the staging memory
+    inner_communicator: str = "SHM"  # carries messages within a node
+    cross_communicator: str = "GLOO"  # carries messages between nodes
+    inner_reduction: str = "SRA"  # the algorithm within a node
+    cross_reduction: str = "SRA"  # the algorithm between nodes
+    intra_broadcast: bool = True  # True: one rank of each node speaks for it
+    intra_compress: bool = True  # False: exact within a node, compressed only between nodes
+    node_id: str | None = None  # names this rank's node; None: found out
+    num_threads: int = 1  # threads of a large kernel call
+    simd: str | None = None  # forces a kernel level; None: the best the CPU has
+
+    def __post_init__(self) -> None:
+        if self.minimal_numel < _SMALLEST_COMPRESSED_NUMEL:
+            object.__setattr__(self, "minimal_numel", _SMALLEST_COMPRESSED_NUMEL)
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """The settings that the variables (of this process, where no mapping is given) ask for."""
+        read = _Reader(os.environ if environ is None else environ)
+        transports = ("SHM", "MPI", "NCCL", "GLOO")
+        reductions = ("SRA", "RING")
+        return cls(
+            skip_incomplete=read.flag("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False),
+            minimal_numel=read.integer("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0, 2**63 - 1),
+            stochastic=read.flag("CGX_COMPRESSION_STOCHASTIC", False),
+            seed=read.integer("CGX_COMPRESSION_SEED", 0, 0, 2**64 - 1),
+            fusion_nbytes=read.integer("CGX_FUSION_BUFFER_SIZE_MB", 64, 1, 65536) << 20,
+            inner_communicator=read.choice("CGX_INNER_COMMUNICATOR_TYPE", "SHM", ("SHM",), transports),
+            cross_communicator=read.choice("CGX_CROSS_COMMUNICATOR_TYPE", "GLOO", ("GLOO",), transports[1:]),
+            inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", ("SRA",), reductions),
+            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", ("SRA",), reductions),
+            intra_broadcast=read.choice("CGX_INTRA_BROADCAST", "1", ("1",), ("0", "1")) == "1",
+            intra_compress=read.choice("CGX_INTRA_COMPRESS", "1", ("1",), ("0", "1")) == "1",
+            node_id=read.text("CGX_NODE_ID"),
+            num_threads=read.single_thread("CGX_NUM_THREADS"),
+            simd=read.optional_choice("CGX_SIMD", ("scalar", "avx2"), ("scalar", "avx2", "avx512", "neon")),
+        )
+
+    def fingerprint(self) -> dict[str, object]:
+        """What all ranks of a group must share, in types that JSON has."""
+        return {name: value for name, value in asdict(self).items() if name not in _OWN_TO_A_RANK}
+
+
+def compression_from_environ(environ: Mapping[str, str] | None = None) -> Compression:
+    """What the two variables that are read at every call say now."""
+    if environ is None:
+        environ = os.environ
+    return _compression(environ.get(BITS_VARIABLE), environ.get(BLOCK_VARIABLE))
+
+
+@lru_cache(maxsize=64)
+def _compression(bits: str | None, block: str | None) -> Compression:
+    given = {BITS_VARIABLE: bits or "", BLOCK_VARIABLE: block or ""}
+    read = _Reader(given)
+    default = Compression()
+    bits_number = read.integer(BITS_VARIABLE, default.bits, 1, 32, allowed="1 to 8, or 32 (exact)")
+    if bits_number not in _BITS:
+        raise _wrong(BITS_VARIABLE, given[BITS_VARIABLE], "1 to 8, or 32 (exact)")
+    return Compression(bits_number, read.integer(BLOCK_VARIABLE, default.block, 1, MAX_BLOCK))
+
+
+class _Reader:
+    """Reads variables one by one; each method is one kind of value."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def text(self, name: str) -> str | None:
+        return self._environ.get(name, "").strip() or None
+
+    def integer(self, name: str, default: int, least: int, most: int, allowed: str | None = None) -> int:
+        raw = self.text(name)
+        if raw is None:
+            return default
+        allowed = allowed or f"a whole number from {least} to {most}"
+        # int() would also take "1_000" and other scripts' digits, which are mistakes in an environment.
+        if not (raw.isascii() and raw.isdigit()) or not least <= int(raw) <= most:
+            raise _wrong(name, raw, allowed)
+        return int(raw)
+
+    def flag(self, name: str, default: bool) -> bool:
+        raw = self.text(name)
+        if raw is None:
+            return default
+        if raw not in ("0", "1"):
+            raise _wrong(name, raw, "0 or 1")
+        return raw == "1"
+
+    def optional_choice(self, name: str, here: Sequence[str], planned: Sequence[str]) -> str | None:
+        """One of the words `here`, in any case; one that is only `planned` is refused with that reason."""
+        raw = self.text(name)
+        if raw is None:
+            return None
+        for word in here:
+            if raw.lower() == word.lower():
+                return word
+        if raw.lower() in (word.lower() for word in planned):
+            raise _not_yet(name, raw, _either(here))
+        raise _wrong(name, raw, _either(here))
+
+    def choice(self, name: str, default: str, here: Sequence[str], planned: Sequence[str]) -> str:
+        return self.optional_choice(name, here, planned) or default
+
+    def single_thread(self, name: str) -> int:
+        threads = self.integer(name, 1, 1, 1024)
+        if threads > 1:
+            raise _not_yet(name, str(threads), "1")
+        return threads
+
+
+def _either(words: Sequence[str]) -> str:
+    return " or ".join(words)
+
+
+def _wrong(name: str, value: str, allowed: str) -> ValueError:
+    return ValueError(f"{name}={value!r} is not valid: allowed is {allowed}")
+
+
+def _not_yet(name: str, value: str, allowed: str) -> ValueError:
+    return ValueError(f"{name}={value!r}: this version does not have that yet; allowed is {allowed}")

@@ -1,0 +1,61 @@
+"""What this process has asked for at run time: `set_default` and `uncompressed`.
+
+Process-wide on purpose, because the all_reduces of a training come from autograd's threads as well as from the caller's.
+What a hook hands to an allreduce does not pass here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch_cgx.config import Compression, compression_from_environ
+
+__all__ = ["compression", "set_default", "uncompressed"]
+
+_lock = threading.Lock()
+_bits: int | None = None
+_block: int | None = None
+_exact_depth = 0
+
+_EXACT = Compression(bits=32)
+
+
+def set_default(*, bits: int | None = None, bucket_size: int | None = None) -> None:
+    """Compress the all_reduces of this process from now on with so many bits (1 to 8, or 32: exact) and values a bucket.
+
+    Takes the place of CGX_COMPRESSION_QUANTIZATION_BITS and CGX_COMPRESSION_BUCKET_SIZE; what is None goes back to its
+    variable. All ranks must call it between the same two operations.
+    """
+    global _bits, _block
+    Compression(32 if bits is None else bits, 512 if bucket_size is None else bucket_size)  # raises where out of range
+    with _lock:
+        _bits, _block = bits, bucket_size
+
+
+@contextmanager
+def uncompressed() -> Iterator[None]:
+    """All all_reduces that this process issues meanwhile are exact, on all its groups and from all its threads.
+
+    That includes those of a backward pass that autograd's threads issue while the block lasts. An operation counts as issued
+    when it is called, not when it is waited for. All ranks must enter and leave between the same two operations.
+    """
+    global _exact_depth
+    with _lock:
+        _exact_depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _exact_depth -= 1
+
+
+def compression() -> Compression:
+    """What holds for an all_reduce that is called now, without a hook."""
+    if _exact_depth:
+        return _EXACT
+    found = compression_from_environ()
+    if _bits is None and _block is None:
+        return found
+    return Compression(found.bits if _bits is None else _bits, found.block if _block is None else _block)

@@ -1,0 +1,36 @@
+"""What can go wrong between ranks, one exception each.
+
+Not here: a caller's mistake, which is a `ValueError` or `TypeError` with what was expected and what came.
+All of these subclass `RuntimeError`, because that is what code around `torch.distributed` catches and what
+DDP turns exceptions into.
+"""
+
+from __future__ import annotations
+
+
+class CGXError(RuntimeError):
+    """The base of all errors that torch_cgx raises about a group."""
+
+
+class CGXTimeoutError(CGXError):
+    """A peer did not do its part within the group's timeout."""
+
+
+class PeerLostError(CGXError):
+    """A peer's process has died or cannot be reached."""
+
+
+class MismatchError(CGXError):
+    """Ranks called with different operations, shapes, dtypes, settings or in different order."""
+
+
+class PoisonedError(CGXError):
+    """The group failed before, here or on a peer, and does no more work."""
+
+
+class SharedMemoryError(CGXError):
+    """A shared-memory segment could not be made, mapped or trusted."""
+
+
+class ProgramError(CGXError):
+    """A collective's program breaks a rule that the checker knows."""

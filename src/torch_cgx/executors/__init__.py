@@ -1,0 +1,1 @@
+"""Executors run programs: they join kernels, which touch values, with whatever carries bytes."""

@@ -1,0 +1,168 @@
+"""Runs programs over a transport, from a Python thread: where ranks share no memory or there is no native library.
+
+Operations run in the order of submission on one thread a group. Every payload is preceded by a header of what its sender
+believes to run, so that ranks that have lost step find out instead of adding up each other's bytes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torch_cgx.errors import CGXError, MismatchError
+from torch_cgx.executors.programs import programs_for
+from torch_cgx.kernels import Kernels, Piece, Rounding
+from torch_cgx.layout import Layout, Slice
+from torch_cgx.program import Decode, Encode, Receive, Reduce, Send
+from torch_cgx.transports import Pending, Transport
+
+__all__ = ["Job", "MessageExecutor"]
+
+_HEADER_NBYTES = 16  # the operation's number and a hash of what all ranks must agree on
+_TAGS = 1 << 30
+
+
+class Job:
+    """One operation in the queue."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._ended = threading.Event()
+        self._error: CGXError | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time; raises what it failed with."""
+        if not self._ended.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except CGXError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CGXError(f"the operation failed: {error}")
+            self._error.__cause__ = error
+        finally:
+            self._ended.set()
+
+    def fail(self, error: CGXError) -> None:
+        self._error = error
+        self._ended.set()
+
+    @property
+    def error(self) -> CGXError | None:
+        return self._error
+
+
+class MessageExecutor:
+    """Runs jobs in order; most of them are programs."""
+
+    def __init__(
+        self, transport: Transport, kernels: Kernels, rank: int, world: int, algorithm: str, global_ranks: Sequence[int]
+    ) -> None:
+        self._transport = transport
+        self._kernels = kernels
+        self._rank = rank
+        self._world = world
+        self._algorithm = algorithm
+        self._global_ranks = tuple(global_ranks)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._failure: CGXError | None = None
+        self._next_tag = 0
+        self.sent_nbytes = 0
+        self._thread = threading.Thread(target=self._work, name="cgx-messages", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], None]) -> Job:
+        job = Job(run)
+        self._jobs.put(job)
+        return job
+
+    def allreduce(self, values: Tensor, layout: Layout, scale: float, rounding: Rounding, agreed: int) -> Job:
+        """Queue the reduction of a flat tensor. `agreed`: a hash of the call, which must be the same on all ranks."""
+        return self.submit(lambda: self._allreduce(values, layout, scale, rounding, agreed))
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._failure is not None:
+                job.fail(self._failure)
+            else:
+                job.run()
+                self._failure = job.error
+            del job
+
+    def _allreduce(self, values: Tensor, layout: Layout, scale: float, rounding: Rounding, agreed: int) -> None:
+        for part in layout.slices:
+            self._run_slice(values, part, scale, rounding, agreed)
+
+    def _run_slice(self, values: Tensor, part: Slice, scale: float, rounding: Rounding, agreed: int) -> None:
+        nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
+        programs, slots = programs_for(self._algorithm, nonempty, self._world)
+        program = programs[self._rank]
+        header = torch.tensor([rounding.op, agreed], dtype=torch.int64).view(torch.uint8)
+        messages: dict[str, Tensor] = {}
+        for slot in {step.slot for step in program}:
+            nbytes = part.chunks[slots[slot].chunk].nbytes
+            messages[slot] = torch.cat((header, torch.empty(nbytes, dtype=torch.uint8)))
+        bodies = {slot: message[_HEADER_NBYTES:] for slot, message in messages.items()}
+        tags = {slot: self._next_tag + slots[slot].index for slot in messages}
+        self._next_tag = (self._next_tag + len(slots)) % _TAGS
+
+        # All receives are posted first, so that no message waits for its reader.
+        arriving = {
+            step.slot: self._transport.receive(messages[step.slot], step.peer, tags[step.slot])
+            for step in program
+            if isinstance(step, Receive)
+        }
+        leaving: list[Pending] = []
+        for step in program:
+            if isinstance(step, Send):
+                leaving.append(self._transport.send(messages[step.slot], step.peer, tags[step.slot]))
+                self.sent_nbytes += messages[step.slot].numel()
+            elif isinstance(step, Receive):
+                arriving[step.slot].wait()
+                self._compare(messages[step.slot][:_HEADER_NBYTES], header, step.peer)
+            else:
+                self._run_kernel(step, part.chunks[step.chunk].pieces, values, bodies, scale, rounding)
+        for message in leaving:
+            message.wait()
+
+    def _run_kernel(
+        self,
+        step: Encode | Reduce | Decode,
+        pieces: Sequence[Piece],
+        values: Tensor,
+        bodies: dict[str, Tensor],
+        scale: float,
+        rounding: Rounding,
+    ) -> None:
+        if isinstance(step, Encode):
+            how = replace(rounding, rank=self._rank, stage=0)
+            self._kernels.encode(pieces, values, bodies[step.slot], how)
+        elif isinstance(step, Reduce):
+            how = replace(rounding, rank=self._rank, stage=1)
+            inputs = [bodies[slot] for slot in step.inputs]
+            self._kernels.reduce(pieces, values, inputs, bodies[step.slot], scale, how)
+        else:
+            self._kernels.decode(pieces, bodies[step.slot], values)
+
+    def _compare(self, theirs: Tensor, mine: Tensor, peer: int) -> None:
+        if not torch.equal(theirs, mine):
+            their_number, my_number = (int(side.clone().view(torch.int64)[0]) for side in (theirs, mine))
+            raise MismatchError(
+                f"rank {self._global_ranks[self._rank]} in its operation {my_number} got a payload of rank "
+                f"{self._global_ranks[peer]}'s operation {their_number} of another shape, type or setting. "
+                "All ranks must make the same calls, in one order."
+            )

@@ -1,0 +1,35 @@
+"""All ranks' programs for one pattern of chunks, and the slots in them, numbered alike on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch_cgx.algorithms import ALGORITHMS
+from torch_cgx.program import Encode, Program, Reduce
+
+__all__ = ["SharedSlot", "programs_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSlot:
+    """A slot as all ranks see it."""
+
+    index: int  # among all slots of the programs
+    writer: int
+    flag: int  # among the slots of its writer
+    chunk: int
+
+
+@lru_cache(maxsize=256)
+def programs_for(
+    algorithm: str, nonempty: tuple[bool, ...], world: int
+) -> tuple[tuple[Program, ...], dict[str, SharedSlot]]:
+    """The programs by rank, and the slots that any of them writes, by name."""
+    programs = tuple(ALGORITHMS[algorithm](nonempty, rank, world) for rank in range(world))
+    slots: dict[str, SharedSlot] = {}
+    for rank, program in enumerate(programs):
+        written = [step for step in program if isinstance(step, Encode | Reduce)]
+        for flag, step in enumerate(written):
+            slots[step.slot] = SharedSlot(len(slots), rank, flag, step.chunk)
+    return programs, slots

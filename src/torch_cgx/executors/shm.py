@@ -1,0 +1,296 @@
+"""Runs programs over shared memory: the Python side of the native executor.
+
+A `Plan` is everything that one rank does in one operation, as the tables that csrc/shm runs on a thread of its own, without
+the GIL. A `SharedGroup` is one rank's handle on the segment, the board and that thread. Not here: which tensors are
+compressed, and how ranks find each other (backend.py, membership.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_cgx import _native
+from torch_cgx.errors import (
+    CGXError,
+    CGXTimeoutError,
+    MismatchError,
+    PeerLostError,
+    PoisonedError,
+    SharedMemoryError,
+)
+from torch_cgx.executors.programs import programs_for
+from torch_cgx.kernels import Piece
+from torch_cgx.kernels.cpu import DTYPES
+from torch_cgx.layout import Layer, Layout, make_layout
+from torch_cgx.program import Decode, Encode, Receive, Reduce, Send
+
+__all__ = ["PIPELINE_NBYTES", "Plan", "SharedGroup", "Submission", "make_plan"]
+
+PENDING = 1
+_ALIGNMENT = 64  # bytes: no two slots share a cache line
+_KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4}
+_ERRORS: dict[int, type[CGXError]] = {
+    -1: CGXTimeoutError,
+    -2: PeerLostError,
+    -3: MismatchError,
+    -4: PoisonedError,
+    -5: SharedMemoryError,
+}
+
+# Values a slice, in bytes. Small enough that what is encoded is still in the cache when its sum is decoded over it, large
+# enough that two meetings of all ranks a slice cost little.
+PIPELINE_NBYTES = 4 << 20
+
+
+class Plan:
+    """One rank's tables for one layout; immutable, and used by any number of operations."""
+
+    def __init__(self, layout: Layout, rank: int, world: int, dtype: torch.dtype, algorithm: str) -> None:
+        tables = _Tables(rank, world, algorithm)
+        for part in layout.slices:
+            tables.add([chunk.pieces for chunk in part.chunks], [chunk.nbytes for chunk in part.chunks])
+        self.half_nbytes = tables.half_nbytes
+        self.payload_nbytes = sum(part.nbytes for part in layout.slices)
+        lib = _native.library()
+        assert lib is not None
+        self._free = lib.cgx_plan_free
+        self.handle = tables.build(lib, DTYPES[dtype])
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._free(self.handle)
+
+
+class _Tables:
+    """Collects the rows of a plan, slice by slice."""
+
+    def __init__(self, rank: int, world: int, algorithm: str) -> None:
+        self._rank, self._world, self._algorithm = rank, world, algorithm
+        self._pieces: list[Piece] = []
+        self._slots: list[tuple[int, int, int, int]] = []
+        self._inputs: list[int] = []
+        self._steps: list[tuple[int, ...]] = []
+        self._slice_steps = [0]
+        self.half_nbytes = 0
+
+    def add(self, chunk_pieces: Sequence[tuple[Piece, ...]], chunk_nbytes: Sequence[int]) -> None:
+        nonempty = tuple(nbytes > 0 for nbytes in chunk_nbytes)
+        programs, slots = programs_for(self._algorithm, nonempty, self._world)
+        first_slot = len(self._slots)
+        offset = 0
+        for slot in slots.values():
+            nbytes = chunk_nbytes[slot.chunk]
+            self._slots.append((offset, nbytes, slot.writer, slot.flag))
+            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.half_nbytes = max(self.half_nbytes, offset)
+        first_piece = []
+        for pieces in chunk_pieces:
+            first_piece.append(len(self._pieces))
+            self._pieces.extend(pieces)
+        for step in programs[self._rank]:
+            row = [_KINDS[type(step)], first_slot + slots[step.slot].index, 0, 0, 0, 0, 0]
+            if isinstance(step, Send | Receive):
+                row[2] = step.peer
+            else:
+                row[3:5] = first_piece[step.chunk], len(chunk_pieces[step.chunk])
+            if isinstance(step, Reduce):
+                row[5:7] = len(self._inputs), len(step.inputs)
+                self._inputs.extend(first_slot + slots[name].index for name in step.inputs)
+            self._steps.append(tuple(row))
+        self._slice_steps.append(len(self._steps))
+
+    def build(self, lib: ctypes.CDLL, dtype: int) -> int:
+        pieces = _array(
+            _native.Piece, ((p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits) for p in self._pieces)
+        )
+        slots = _array(_native.Slot, self._slots)
+        steps = _array(_native.Step, self._steps)
+        inputs = (ctypes.c_int64 * len(self._inputs))(*self._inputs)
+        slice_steps = (ctypes.c_int64 * len(self._slice_steps))(*self._slice_steps)
+        handle = lib.cgx_plan_new(
+            self._world,
+            dtype,
+            pieces,
+            len(pieces),
+            slots,
+            len(slots),
+            inputs,
+            len(inputs),
+            steps,
+            len(steps),
+            slice_steps,
+            len(slice_steps) - 1,
+            self.half_nbytes,
+        )
+        assert handle, "the native library found an inconsistent plan"
+        return int(handle)
+
+
+def _array(kind: type[ctypes.Structure], rows: Iterable[tuple[int, ...]]) -> ctypes.Array[ctypes.Structure]:
+    filled = [kind(*row) for row in rows]
+    return (kind * len(filled))(*filled)
+
+
+def make_plan(
+    layers: Sequence[Layer],
+    rank: int,
+    world: int,
+    dtype: torch.dtype,
+    *,
+    algorithm: str,
+    slice_nbytes: int,
+    limit_nbytes: int,
+) -> Plan:
+    """The plan with the largest slices, up to `slice_nbytes`, that fits into a segment of `limit_nbytes`."""
+    slice_nbytes = min(slice_nbytes, PIPELINE_NBYTES)
+    while True:
+        plan = Plan(make_layout(layers, world, dtype.itemsize, slice_nbytes), rank, world, dtype, algorithm)
+        if 2 * plan.half_nbytes <= limit_nbytes:
+            return plan
+        if slice_nbytes <= 1024:
+            raise SharedMemoryError(
+                f"a block of {max(layer.quantizer.block for layer in layers)} values needs {2 * plan.half_nbytes} bytes "
+                f"of shared memory, and the group may take {limit_nbytes}: make /dev/shm larger or blocks smaller"
+            )
+        slice_nbytes //= 2
+
+
+@dataclass(slots=True)
+class Submission:
+    """One operation, as the backend hands it over."""
+
+    plan: Plan
+    data_ptr: int
+    scale: float
+    sequence: int
+    timeout_ms: int
+    bytes_before: int
+    compressed: bool
+    stochastic: bool
+    seed: int
+    wake: bool  # False: the caller waits at once, and runs the operation on its own thread
+
+
+class SharedGroup:
+    """One rank's handle on the native group. `close` may be called at any time; memory goes with the last reference."""
+
+    def __init__(
+        self,
+        control_name: str,
+        rank: int,
+        world: int,
+        global_ranks: Sequence[int],
+        names: tuple[Sequence[str], Sequence[str], Sequence[str]],
+        simd: int,
+        limit_nbytes: int,
+    ) -> None:
+        lib = _native.library()
+        assert lib is not None
+        self._lib = lib
+        self._handle = 0
+        self.limit_nbytes = limit_nbytes
+        self._submission = _native.Submission()
+        self._submission_lock = threading.Lock()
+        error = ctypes.create_string_buffer(512)
+        operations, dtypes, reductions = ("\n".join(words).encode() for words in names)
+        self._handle = lib.cgx_group_open(
+            control_name.encode(),
+            rank,
+            world,
+            (ctypes.c_int32 * world)(*global_ranks),
+            operations,
+            dtypes,
+            reductions,
+            simd,
+            limit_nbytes,
+            error,
+            len(error),
+        )
+        if not self._handle:
+            raise SharedMemoryError(error.value.decode())
+
+    def __del__(self) -> None:
+        if self._handle:
+            self._lib.cgx_group_free(self._handle)
+
+    def note(self, call: _native.Call) -> int:
+        """Write a call on the board; its number."""
+        return int(self._lib.cgx_group_note(self._handle, call))
+
+    def submit(self, submission: Submission) -> int:
+        """Queue an operation; its number. The tensor must live until that number is completed."""
+        with self._submission_lock:
+            row = self._submission
+            row.plan = submission.plan.handle
+            row.values = submission.data_ptr
+            row.scale = submission.scale
+            row.rounding.seed = submission.seed
+            row.rounding.op = submission.sequence
+            row.rounding.stochastic = submission.stochastic
+            row.sequence = submission.sequence
+            row.timeout_ms = submission.timeout_ms
+            row.bytes_before = submission.bytes_before
+            row.bytes_after = submission.plan.payload_nbytes
+            row.compressed = submission.compressed
+            row.wake = submission.wake
+            number = int(self._lib.cgx_group_submit(self._handle, row))
+        if number < 0:
+            raise CGXError("this process group has been shut down")
+        return number
+
+    def wait(self, number: int, slice_ms: int) -> bool:
+        """Wait natively for at most a slice; whether the operation is done. Raises what it failed with."""
+        status = self._lib.cgx_group_wait(self._handle, number, slice_ms)
+        if status < 0:
+            raise self.error(status)
+        return bool(status != PENDING)
+
+    def kick(self) -> None:
+        """Let the group's thread go on with what this thread will not."""
+        self._lib.cgx_group_kick(self._handle)
+
+    def completed(self) -> int:
+        """The number of the last operation that is done; all before it are too."""
+        return int(self._lib.cgx_group_completed(self._handle))
+
+    def check(self, sequence: int, *, look_at_peers: bool) -> None:
+        """Raise if ranks have lost step at this call, a rank has failed or, if asked, a peer has died."""
+        status = self._lib.cgx_group_check(self._handle, sequence, look_at_peers)
+        if status < 0:
+            raise self.error(status)
+
+    def fail(self, error: CGXError) -> None:
+        """Tell all peers that this rank cannot go on."""
+        status = next((status for status, kind in _ERRORS.items() if type(error) is kind), -4)
+        self._lib.cgx_group_fail(self._handle, status, str(error).encode())
+
+    def error(self, status: int) -> CGXError:
+        text = ctypes.create_string_buffer(2048)
+        kept = self._lib.cgx_group_error(self._handle, text, len(text))
+        if kept == 0:
+            return CGXError("this process group has been shut down while an operation was pending")
+        return _ERRORS.get(status, CGXError)(text.value.decode(errors="replace"))
+
+    def native_seconds(self, number: int) -> float:
+        """From submission to completion by the native clock; NaN where it is not known (any more)."""
+        times = [ctypes.c_int64() for _ in range(3)]
+        self._lib.cgx_group_times(self._handle, number, *times)
+        submitted, _, finished = (time.value for time in times)
+        return (finished - submitted) * 1e-9 if finished else float("nan")
+
+    def stats(self) -> _native.Stats:
+        stats = _native.Stats()
+        self._lib.cgx_group_stats(self._handle, stats)
+        return stats
+
+    def reset_stats(self) -> None:
+        self._lib.cgx_group_reset_stats(self._handle)
+
+    def close(self) -> None:
+        """Leave the group: pending operations fail, peers that wait for this rank are told."""
+        self._lib.cgx_group_close(self._handle)

@@ -1,0 +1,75 @@
+"""What a kernel is: the three operations that touch values, and the tables they are told with.
+
+Every kernel set (plain torch, native, Triton) does the same three things to the same bytes, which
+docs/wire_format.md fixes; `reference.py` is the oracle of all others. Kernels know pieces of one flat tensor
+and payloads, nothing of ranks, slots or transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["NEAREST", "Kernels", "Piece", "Rounding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive values of one layer, encoded together: one row of the table that a kernel works through."""
+
+    offset: int  # its first value, counted from the start of the whole tensor
+    numel: int
+    bits: int  # 1..8, or 32: every value travels raw
+    block: int  # values that share one unit and one minimum
+    raw_tail: int  # so many of the last values travel raw, in the tensor's dtype; where bits is 32, all
+    payload: int  # where its bytes start inside the slot, a multiple of 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How an encoder rounds to levels. All fields but the first only matter to stochastic rounding."""
+
+    stochastic: bool = False
+    seed: int = 0
+    op: int = 0  # the operation's number in its group, so that each step draws anew
+    rank: int = 0  # without it, errors would be correlated across ranks and not average out
+    stage: int = 0  # 0: a rank's contribution, 1: the sum
+
+
+NEAREST = Rounding()
+
+
+class Kernels(Protocol):
+    """One implementation of the operations on values.
+
+    `values` is the whole flat tensor (1-D, contiguous), which pieces index by their offset; `payload` and
+    `out` are one slot each (uint8, 1-D, contiguous), which pieces index by theirs. Every byte of a piece's
+    payload is written, the padding too. All work in place.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def encode(self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding) -> None:
+        """Write the pieces' values into the payload."""
+
+    def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
+        """Write the payload's values over the pieces' values, or add them to those."""
+
+    def reduce(
+        self,
+        pieces: Sequence[Piece],
+        values: Tensor,
+        payloads: Sequence[Tensor],
+        out: Tensor,
+        scale: float,
+        rounding: Rounding,
+    ) -> None:
+        """Add the decoded payloads to the values, in order; scale; encode into `out`; decode that back.
+
+        So the values end as what everybody who decodes `out` gets, to the bit.
+        """

@@ -1,0 +1,60 @@
+"""The counter-based random numbers of stochastic rounding, in plain torch.
+
+A number depends only on (seed, operation, rank, stage, the value's index in its tensor), so that every kernel
+draws the same ones in any order and on any number of threads. Not a generator for anything else: 24 bits a
+value, and no secret. docs/wire_format.md defines it; every other kernel set repeats it to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_cgx.kernels import Rounding
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(z: int) -> int:
+    """SplitMix64's finalizer: each bit of the input moves about half of the output's bits."""
+    z ^= z >> 30
+    z = z * 0xBF58476D1CE4E5B9 & _MASK64
+    z ^= z >> 27
+    z = z * 0x94D049BB133111EB & _MASK64
+    return z ^ z >> 31
+
+
+def key(rounding: Rounding, index_high: int) -> tuple[int, int]:
+    """The two 32-bit keys for the values whose index has these upper 32 bits."""
+    k = mix64((rounding.seed + _GOLDEN) & _MASK64)
+    for word in (rounding.op, rounding.rank << 32 | rounding.stage, index_high):
+        k = mix64(((k ^ word & _MASK64) + _GOLDEN) & _MASK64)
+    return k & _MASK32, k >> 32
+
+
+def uniform(rounding: Rounding, start: int, numel: int) -> Tensor:
+    """float32 numbers in [0, 1), multiples of 2^-24, for the values of index start to start + numel."""
+    parts = []
+    end = start + numel
+    while start < end:
+        # Within one of these stretches the upper half of the index, and with it the key, is constant.
+        stretch_end = min(end, ((start >> 32) + 1) << 32)
+        k0, k1 = key(rounding, start >> 32)
+        low = torch.arange(start & _MASK32, (start & _MASK32) + stretch_end - start, dtype=torch.int64)
+        parts.append(_mix32(low, k0, k1))
+        start = stretch_end
+    u = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    return (u >> 8).to(torch.float32) * 2.0**-24
+
+
+def _mix32(low: Tensor, k0: int, k1: int) -> Tensor:
+    """The 32-bit half. In int64 lanes, for torch has no uint32 arithmetic; a product's low 32 bits agree."""
+    u = (low * 0x9E3779B1 + k0) & _MASK32
+    u ^= u >> 16
+    u = (u * 0x7FEB352D + k1) & _MASK32
+    u ^= u >> 15
+    u = (u * 0x846CA68B) & _MASK32
+    u ^= u >> 16
+    return u

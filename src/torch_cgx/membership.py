@@ -1,0 +1,159 @@
+"""How the ranks of a new group get to know each other: version, settings, who shares memory with whom.
+
+Everything goes through the group's store, as JSON, never as pickles. At the end every rank knows the same facts, or every
+rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from torch_cgx import _native
+from torch_cgx.config import Settings
+from torch_cgx.errors import MismatchError, SharedMemoryError
+from torch_cgx.executors.shm import SharedGroup
+from torch_cgx.kernels.cpu import available, simd_number
+from torch_cgx.version import __version__
+
+__all__ = ["Membership", "join", "open_shared_group"]
+
+SHM_FOLDER = "/dev/shm"
+SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
+SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, Gloo is the better choice
+
+_log = logging.getLogger("torch_cgx")
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What all ranks of a group know of each other."""
+
+    nodes: tuple[str, ...]  # by rank: a name of what shares memory
+    native: tuple[bool, ...]  # by rank: whether it has the native library
+
+    @property
+    def one_host(self) -> bool:
+        return len(set(self.nodes)) == 1
+
+
+def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: Sequence[int]) -> Membership:
+    """Tell all ranks about this one and hear about all; raise `MismatchError` where they cannot work together."""
+    mine = {
+        "version": __version__,
+        "settings": settings.fingerprint(),
+        "node": settings.node_id or _node_name(),
+        "native": available(),
+    }
+    store.set(f"member/{rank}", json.dumps(mine))
+    members = [_read(store, f"member/{other}") for other in range(world)]
+    for other, theirs in enumerate(members):
+        _compare(members[0], theirs, global_ranks[0], global_ranks[other])
+    return Membership(tuple(str(m["node"]) for m in members), tuple(bool(m["native"]) for m in members))
+
+
+def open_shared_group(
+    store: Store,
+    rank: int,
+    world: int,
+    global_ranks: Sequence[int],
+    names: tuple[Sequence[str], Sequence[str], Sequence[str]],
+    settings: Settings,
+) -> SharedGroup | None:
+    """The group's shared memory, mapped by all ranks and already without a name; None (said once) where that cannot be."""
+    if rank == 0:
+        store.set("control", json.dumps(_create_control(world)))
+    control = _read(store, "control")
+    problem = str(control["problem"])
+    group = None
+    if not problem:
+        try:
+            group = SharedGroup(
+                str(control["name"]),
+                rank,
+                world,
+                global_ranks,
+                names,
+                simd_number(settings.simd),
+                int(control["limit"]),
+            )
+        except SharedMemoryError as error:
+            problem = str(error)
+    store.set(f"opened/{rank}", json.dumps({"problem": problem}))
+    problems = {other: str(_read(store, f"opened/{other}")["problem"]) for other in range(world)}
+    if rank == 0 and control["name"]:
+        lib = _native.library()
+        assert lib is not None
+        lib.cgx_control_unlink(str(control["name"]).encode())
+    first = next((other for other, text in problems.items() if text), None)
+    if first is None:
+        return group
+    if group is not None:
+        group.close()
+    if rank == 0:
+        _log.warning(
+            "torch_cgx goes over Gloo instead of shared memory, which is several times slower: rank %d reports: %s",
+            global_ranks[first],
+            problems[first],
+        )
+    return None
+
+
+def _create_control(world: int) -> dict[str, Any]:
+    """Rank 0's part: make the control segment, and decide how much of /dev/shm the group may take."""
+    try:
+        facts = os.statvfs(SHM_FOLDER)
+    except OSError as error:
+        return {"name": "", "limit": 0, "problem": f"there is no {SHM_FOLDER} ({error})"}
+    # Half of what is free, so that a second group, or the data loader's workers, find something too.
+    limit = min(SEGMENT_LIMIT_NBYTES, facts.f_bavail * facts.f_frsize // 2)
+    if limit < SEGMENT_FLOOR_NBYTES:
+        free = facts.f_bavail * facts.f_frsize
+        problem = f"{SHM_FOLDER} has only {free} bytes free; make it larger (docker run --shm-size=1g)"
+        return {"name": "", "limit": 0, "problem": problem}
+    lib = _native.library()
+    assert lib is not None
+    name, error_text = ctypes.create_string_buffer(64), ctypes.create_string_buffer(512)
+    status = lib.cgx_control_create(world, name, len(name), error_text, len(error_text))
+    if status != 0:
+        return {"name": "", "limit": 0, "problem": error_text.value.decode()}
+    return {"name": name.value.decode(), "limit": limit, "problem": ""}
+
+
+def _read(store: Store, key: str) -> dict[str, Any]:
+    found = json.loads(bytes(store.get(key)))
+    assert isinstance(found, dict)
+    return found
+
+
+def _compare(first: dict[str, Any], other: dict[str, Any], first_rank: int, other_rank: int) -> None:
+    if first["version"] != other["version"]:
+        raise MismatchError(
+            f"all ranks need the same version of torch_cgx: rank {first_rank} has {first['version']}, "
+            f"rank {other_rank} has {other['version']}"
+        )
+    differing = [name for name, value in first["settings"].items() if other["settings"].get(name) != value]
+    if differing:
+        shown = "; ".join(
+            f"{name}: rank {first_rank} has {first['settings'][name]!r}, rank {other_rank} has {other['settings'].get(name)!r}"
+            for name in differing
+        )
+        raise MismatchError(f"all ranks need the same CGX_* settings: {shown}")
+
+
+def _node_name() -> str:
+    """What shares memory and sees each other's processes: the running kernel, the tmpfs, and the pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}:{os.stat(SHM_FOLDER).st_dev}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        # Without these facts nothing can be known to be shared; a name of this process's own says so.
+        return f"unknown:{os.uname().nodename}:{os.getpid()}"

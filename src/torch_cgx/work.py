@@ -1,0 +1,238 @@
+"""Handles on operations under way: what `all_reduce(..., async_op=True)` returns.
+
+Waiting happens in slices, natively and without the GIL; between two slices Python looks at signals, so that Ctrl-C ends a
+wait. Futures are completed by a thread of their own, started only where somebody asks for a future, because callbacks
+of futures may themselves wait for collectives.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from torch_cgx.errors import CGXError, CGXTimeoutError, PeerLostError
+
+if TYPE_CHECKING:
+    from torch_cgx.executors.messages import Job
+    from torch_cgx.executors.shm import SharedGroup
+
+__all__ = ["CarriedWork", "Completions", "DoneWork", "JobWork", "SharedWork"]
+
+SLICE_MS = 100  # between two looks at signals
+_FIRST_CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
+
+
+class _PolledWork(Work):
+    """What the kinds of work here share: `_poll` waits for at most a slice, and raises what the operation failed with."""
+
+    def __init__(self, result: list[torch.Tensor], completions: Completions) -> None:
+        super().__init__()
+        self._result = result
+        self._completions = completions
+        self._failure: BaseException | None = None
+        self._done = False
+
+    def _poll(self, slice_ms: int) -> bool:
+        raise NotImplementedError
+
+    def _abandoned(self) -> None:
+        """The waiting caller was interrupted."""
+
+    def poll(self, slice_ms: int) -> bool:
+        """Wait for at most a slice; whether it is done."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._done:
+            try:
+                self._done = self._poll(slice_ms)
+            except CGXError as error:
+                self._failure = error
+                raise
+        return self._done
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        try:
+            while not self.poll(SLICE_MS):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise CGXTimeoutError(f"the operation was not done within the {limit_s} s that wait() was given")
+        except KeyboardInterrupt:
+            self._abandoned()
+            raise
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        try:
+            return self.poll(0)
+        except CGXError:
+            return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._failure is None
+
+    def exception(self) -> BaseException | None:
+        return self._failure if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._completions.future_of(self, self._result)
+
+
+class SharedWork(_PolledWork):
+    """An operation of the native executor."""
+
+    def __init__(
+        self, group: SharedGroup, number: int, keep: object, result: list[torch.Tensor], completions: Completions
+    ) -> None:
+        super().__init__(result, completions)
+        self._group = group
+        self._number = number
+        self._keep = keep  # plan and tensor, which the native thread uses
+
+    def _poll(self, slice_ms: int) -> bool:
+        return self._group.wait(self._number, slice_ms)
+
+    def _abandoned(self) -> None:
+        self._group.kick()
+
+    def native_seconds(self) -> float:
+        """From submission to completion by the native thread's clock."""
+        return self._group.native_seconds(self._number)
+
+
+class JobWork(_PolledWork):
+    """An operation that the message executor's thread runs."""
+
+    def __init__(self, job: Job, result: list[torch.Tensor], completions: Completions) -> None:
+        super().__init__(result, completions)
+        self._job = job
+
+    def _poll(self, slice_ms: int) -> bool:
+        return self._job.wait(slice_ms / 1000)
+
+
+class CarriedWork(_PolledWork):
+    """An operation that Gloo or NCCL carries, watched over the group's board."""
+
+    def __init__(
+        self,
+        inner: Any,
+        what: str,
+        group: SharedGroup | None,
+        sequence: int,
+        result: list[torch.Tensor],
+        completions: Completions,
+    ) -> None:
+        super().__init__(result, completions)
+        self._inner = inner
+        self._what = what
+        self._group = group
+        self._sequence = sequence
+
+    def _poll(self, slice_ms: int) -> bool:
+        try:
+            if slice_ms == 0:
+                if not self._inner.is_completed():
+                    return False
+                self._inner.wait()
+            else:
+                self._inner.wait(timedelta(milliseconds=min(slice_ms, _FIRST_CARRIED_SLICE_MS)))
+        except RuntimeError as error:
+            if self._group is not None:
+                self._group.check(self._sequence, look_at_peers=True)
+            if not self._inner.is_completed():
+                return False
+            raise self._translated(error) from error
+        if self._group is not None:
+            self._group.check(self._sequence, look_at_peers=False)
+        return True
+
+    def _translated(self, error: RuntimeError) -> CGXError:
+        """Gloo's error as one of ours, told to the peers."""
+        text = str(error)
+        kind: type[CGXError] = CGXError
+        if "imed out" in text:
+            kind = CGXTimeoutError
+        elif "onnection" in text or "peer" in text:
+            kind = PeerLostError
+        ours = kind(f"{self._what} failed in Gloo: {text}")
+        if self._group is not None:
+            self._group.fail(ours)
+        return ours
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if self._group is None:
+            future: torch.futures.Future[list[torch.Tensor]] = self._inner.get_future()
+            return future
+        return super().get_future()
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+
+class DoneWork(_PolledWork):
+    """An operation that needed nothing."""
+
+    def _poll(self, slice_ms: int) -> bool:
+        return True
+
+
+class Completions:
+    """Completes the futures of a group, in order, on one Python thread that is started with the first of them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[tuple[_PolledWork, Any, list[torch.Tensor]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def future_of(self, work: _PolledWork, result: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        if threading.current_thread() is self._thread:
+            # A callback of another future waits for this one: nobody else would complete it.
+            _complete(work, future, result)
+        else:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+            self._waiting.put((work, future, result))
+        # A future that failed by set_exception crashes DDP's C++, which does not expect a Python exception there; what
+        # .then makes of it carries a plain C++ error with the same text.
+        return future.then(lambda done: done.value())
+
+    def close(self) -> None:
+        """Finish what is queued (the group has failed it, or it is done) and end the thread."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            _complete(*item)
+            del item  # keeps no tensor alive while the queue is empty
+
+
+def _complete(work: _PolledWork, future: torch.futures.Future[list[torch.Tensor]], result: list[torch.Tensor]) -> None:
+    try:
+        while not work.poll(SLICE_MS):
+            pass
+    except Exception as error:
+        future.set_exception(error)  # type: ignore[arg-type]  (torch declares the wrong type)
+    else:
+        future.set_result(result)

@@ -1,0 +1,164 @@
+"""Runs one function on N real processes and says what became of each: the pytest side of `nursery`.
+
+`run_ranks` is for tests in which every rank succeeds, `observe_ranks` for those in which some must not.
+Both always come back: a rank that is not done in time has its stacks written down and is killed, with
+everything that it started, and the test fails with those stacks.
+
+A test function stands at module level, takes a `Rank` first, and returns something that can be pickled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.nursery import Job, Outcome, Rank
+
+__all__ = ["Outcome", "Rank", "close", "observe_ranks", "run_ranks", "shared_memory_names"]
+
+TESTS = Path(__file__).resolve().parent.parent
+START = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from distributed.nursery import main
+sys.exit(main(int(sys.argv[2])))
+"""
+ANSWER_MARGIN_S = 60.0  # importing torch on a loaded machine, forking, killing
+TRACE_LINES = 60
+
+
+class Nursery:
+    """The child process that forks the ranks, started on first use and kept for the session."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        fd = theirs.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", START, str(TESTS), str(fd)],
+            pass_fds=[fd],
+            start_new_session=True,  # Ctrl-C is for the test session, which then closes the nursery
+            # Threads that a library starts at import would be missing after a fork.
+            env={**_clean_environ(), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def run(self, job: Job) -> list[Outcome]:
+        self.connection.send_bytes(pickle.dumps(job))
+        if not self.connection.poll(job.timeout_s + ANSWER_MARGIN_S):
+            self.close()
+            raise RuntimeError(f"the nursery did not answer {job.timeout_s + ANSWER_MARGIN_S:.0f} s long")
+        outcomes: list[Outcome] = pickle.loads(self.connection.recv_bytes())
+        return outcomes
+
+    def close(self) -> None:
+        self.connection.close()  # it kills its ranks and leaves when it sees this
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_nursery: Nursery | None = None
+
+
+def close() -> None:
+    """End the nursery, if there is one; the next job starts another."""
+    global _nursery
+    if _nursery is not None:
+        _nursery.close()
+        _nursery = None
+
+
+def observe_ranks(
+    function: Callable[..., Any],
+    world: int,
+    backend: str | None,
+    *arguments: Any,
+    timeout_s: float = 30.0,
+    group_timeout_s: float = 20.0,
+    env: Mapping[str, str] | None = None,
+    rank_env: Mapping[int, Mapping[str, str]] | None = None,
+    destroy: bool = True,
+    real_exit: bool = False,
+    grace_s: float | None = None,
+) -> list[Outcome]:
+    """Run `function(Rank, *arguments)` on `world` fresh processes; one outcome a rank, whatever happened.
+
+    With a `backend` the group is started before the function and, with `destroy`, ended after it.
+    `env` holds for all ranks, `rank_env` for one. `real_exit` goes through the interpreter's shutdown, which
+    costs a fifth of a second a rank. After one rank has failed the others have `grace_s` (default: all the
+    time there is) to end by themselves.
+    """
+    global _nursery
+    if _nursery is None or _nursery.process.poll() is not None:
+        _nursery = Nursery()
+    job = Job(
+        function_file=inspect.getfile(function),
+        function_module=function.__module__,
+        function_name=function.__qualname__,
+        arguments=arguments,
+        world=world,
+        backend=backend,
+        timeout_s=timeout_s,
+        group_timeout_s=group_timeout_s,
+        environ=dict(env or {}),
+        rank_environ={rank: dict(more) for rank, more in (rank_env or {}).items()},
+        destroy=destroy,
+        real_exit=real_exit,
+        grace_s=timeout_s if grace_s is None else grace_s,
+    )
+    try:
+        return _nursery.run(job)
+    except (EOFError, OSError, RuntimeError):
+        close()
+        raise
+
+
+def run_ranks(
+    function: Callable[..., Any], world: int, backend: str | None, *arguments: Any, **options: Any
+) -> list[Any]:
+    """Like `observe_ranks`, but every rank must succeed; returns what each returned, by rank."""
+    options.setdefault("grace_s", 5.0)
+    outcomes = observe_ranks(function, world, backend, *arguments, **options)
+    if not all(outcome.ok for outcome in outcomes):
+        raise AssertionError(describe(outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+def describe(outcomes: list[Outcome]) -> str:
+    """All that is known of what went wrong, for the reader of a test report."""
+    lines: list[str] = []
+    for outcome in outcomes:
+        how = "killed by the harness: out of time" if outcome.timed_out else f"exit code {outcome.exit_code}"
+        state = "well" if outcome.ok else "FAILED"
+        lines.append(f"rank {outcome.rank}: {state} after {outcome.seconds:.2f} s, {how}")
+        lines.extend(f"    {line}" for line in outcome.trace.splitlines()[-TRACE_LINES:])
+        if not outcome.ok and outcome.log.strip():
+            lines.append("  wrote:")
+            lines.extend(f"    {line}" for line in outcome.log.splitlines()[-TRACE_LINES:])
+    return "\n".join(["not every rank did well", *lines])
+
+
+def shared_memory_names(known: frozenset[str] | None = None, patience_s: float = 1.0) -> frozenset[str]:
+    """What lies in /dev/shm. Given what was `known` before, waits a little for anything new to vanish."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        names = frozenset(os.listdir("/dev/shm"))
+        if known is None or names <= known or time.monotonic() > deadline:
+            return names
+        time.sleep(0.02)
+
+
+def _clean_environ() -> dict[str, str]:
+    """This environment without settings and launchers' variables: a test says itself what it wants."""
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if not k.startswith("CGX_") and k not in launched}

@@ -1,0 +1,73 @@
+"""The harness itself: whatever ranks do, it comes back, tells what they did, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.harness import Rank, observe_ranks, run_ranks
+
+
+def who_am_i(me: Rank, base: int) -> tuple[int, int, str, torch.Tensor]:
+    return base + me.rank, me.world, os.environ["GREETING"], torch.full((2,), float(me.rank))
+
+
+def test_each_rank_returns_its_own_value() -> None:
+    values = run_ranks(who_am_i, 3, None, 10, env={"GREETING": "hello"}, rank_env={1: {"GREETING": "hi"}})
+    assert [value[:3] for value in values] == [(10, 3, "hello"), (11, 3, "hi"), (12, 3, "hello")]
+    assert torch.equal(values[2][3], torch.full((2,), 2.0))
+
+
+def fail_in_a_way(me: Rank, how: str) -> None:
+    if me.rank == 1:
+        if how == "raise":
+            raise KeyError("lost")
+        if how == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if how == "hang":
+            time.sleep(100)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code"),
+    [("raise", 1), ("crash", -signal.SIGSEGV), ("hang", -signal.SIGKILL), ("stop", -signal.SIGKILL)],
+)
+def test_a_rank_that_fails_is_told_apart(how: str, exit_code: int) -> None:
+    well, failed = observe_ranks(fail_in_a_way, 2, None, how, timeout_s=1.5)
+    assert well.ok
+    assert not failed.ok
+    assert failed.exit_code == exit_code
+    assert failed.timed_out == (how in ("hang", "stop"))
+    if how == "raise":
+        assert "KeyError" in failed.error_kinds
+    if how in ("crash", "hang"):
+        assert "fail_in_a_way" in failed.log  # its stack
+    with pytest.raises(AssertionError, match="rank 1: FAILED"):
+        run_ranks(fail_in_a_way, 2, None, how, timeout_s=1.5)
+
+
+def leave_a_child(me: Rank) -> int:
+    return subprocess.Popen(["sleep", "100"]).pid
+
+
+def test_what_a_rank_started_ends_with_it() -> None:
+    (pid,) = run_ranks(leave_a_child, 1, None)
+    deadline = time.monotonic() + 5.0
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

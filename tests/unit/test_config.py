@@ -1,0 +1,165 @@
+"""The variables: defaults, ranges, and errors that name the variable, the value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_cgx.config import Compression, Settings, compression_from_environ
+
+BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
+BUCKET = "CGX_COMPRESSION_BUCKET_SIZE"
+
+
+def test_without_variables_the_defaults_hold_and_nothing_is_compressed() -> None:
+    assert Settings.from_environ({}) == Settings()
+    assert compression_from_environ({}) == Compression(bits=32, block=512)
+    assert Settings().fusion_nbytes == 64 * 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "field", "expected"),
+    [
+        ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "1", "skip_incomplete", True),
+        ("CGX_COMPRESSION_MINIMAL_SIZE", "1024", "minimal_numel", 1024),
+        ("CGX_COMPRESSION_MINIMAL_SIZE", "3", "minimal_numel", 16),
+        ("CGX_COMPRESSION_STOCHASTIC", "1", "stochastic", True),
+        ("CGX_COMPRESSION_STOCHASTIC", "0", "stochastic", False),
+        ("CGX_COMPRESSION_SEED", "18446744073709551615", "seed", 2**64 - 1),
+        ("CGX_FUSION_BUFFER_SIZE_MB", "8", "fusion_nbytes", 8 << 20),
+        ("CGX_INNER_COMMUNICATOR_TYPE", "shm", "inner_communicator", "SHM"),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", "GLOO", "cross_communicator", "GLOO"),
+        ("CGX_INNER_REDUCTION_TYPE", "SRA", "inner_reduction", "SRA"),
+        ("CGX_CROSS_REDUCTION_TYPE", "sra", "cross_reduction", "SRA"),
+        ("CGX_INTRA_BROADCAST", "1", "intra_broadcast", True),
+        ("CGX_INTRA_COMPRESS", "1", "intra_compress", True),
+        ("CGX_NODE_ID", "node-7", "node_id", "node-7"),
+        ("CGX_NUM_THREADS", "1", "num_threads", 1),
+        ("CGX_SIMD", "scalar", "simd", "scalar"),
+        ("CGX_SIMD", "AVX2", "simd", "avx2"),
+    ],
+)
+def test_a_variable_sets_its_field_and_no_other(
+    variable: str, value: str, field: str, expected: object
+) -> None:
+    settings = Settings.from_environ({variable: value})
+    assert getattr(settings, field) == expected
+    others = [f.name for f in fields(Settings) if f.name != field]
+    assert all(getattr(settings, name) == getattr(Settings(), name) for name in others)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CGX_INNER_COMMUNICATOR_TYPE", "MPI"),
+        ("CGX_INNER_COMMUNICATOR_TYPE", "NCCL"),
+        ("CGX_INNER_COMMUNICATOR_TYPE", "GLOO"),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", "MPI"),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", "NCCL"),
+        ("CGX_INNER_REDUCTION_TYPE", "RING"),
+        ("CGX_CROSS_REDUCTION_TYPE", "Ring"),
+        ("CGX_INTRA_BROADCAST", "0"),
+        ("CGX_INTRA_COMPRESS", "0"),
+        ("CGX_NUM_THREADS", "4"),
+        ("CGX_SIMD", "avx512"),
+        ("CGX_SIMD", "neon"),
+    ],
+)
+def test_what_this_version_does_not_have_is_refused_and_never_ignored(variable: str, value: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Settings.from_environ({variable: value})
+    text = str(caught.value)
+    assert variable in text and value in text and "does not have that yet" in text and "allowed is" in text
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "yes"),
+        ("CGX_COMPRESSION_MINIMAL_SIZE", "-1"),
+        ("CGX_COMPRESSION_MINIMAL_SIZE", "1e3"),
+        ("CGX_COMPRESSION_STOCHASTIC", "2"),
+        ("CGX_COMPRESSION_SEED", "18446744073709551616"),
+        ("CGX_COMPRESSION_SEED", "0x10"),
+        ("CGX_FUSION_BUFFER_SIZE_MB", "0"),
+        ("CGX_FUSION_BUFFER_SIZE_MB", "1_0"),
+        ("CGX_INNER_COMMUNICATOR_TYPE", "TCP"),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", "SHM"),
+        ("CGX_INNER_REDUCTION_TYPE", "TREE"),
+        ("CGX_INTRA_BROADCAST", "true"),
+        ("CGX_NUM_THREADS", "0"),
+        ("CGX_SIMD", "sse"),
+    ],
+)
+def test_a_value_outside_its_range_is_refused_with_what_is_allowed(variable: str, value: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Settings.from_environ({variable: value})
+    text = str(caught.value)
+    assert variable in text and repr(value) in text and "allowed is" in text and "yet" not in text
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    variables = ["CGX_SIMD", "CGX_NODE_ID", "CGX_COMPRESSION_SEED", "CGX_INTRA_BROADCAST", "CGX_NUM_THREADS"]
+    assert Settings.from_environ(dict.fromkeys(variables, "")) == Settings()
+    assert compression_from_environ({BITS: "", BUCKET: " "}) == Compression()
+
+
+def test_variables_of_others_and_unknown_ones_are_left_alone() -> None:
+    assert (
+        Settings.from_environ({"CGX_TRACE_DIR": "/x", "MPI_HOME": "/y", "OMP_NUM_THREADS": "7"}) == Settings()
+    )
+
+
+def test_this_process_s_variables_are_read_where_no_mapping_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGX_COMPRESSION_SEED", "42")
+    monkeypatch.setenv(BITS, "4")
+    monkeypatch.setenv(BUCKET, "1024")
+    assert Settings.from_environ().seed == 42
+    assert compression_from_environ() == Compression(4, 1024)
+    monkeypatch.setenv(BITS, "8")
+    assert compression_from_environ() == Compression(8, 1024)
+    monkeypatch.delenv(BITS)
+    assert compression_from_environ() == Compression(32, 1024)
+
+
+@given(bits=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 32]), block=st.integers(1, 65536))
+def test_every_width_and_block_size_in_range_is_read(bits: int, block: int) -> None:
+    assert compression_from_environ({BITS: str(bits), BUCKET: str(block)}) == Compression(bits, block)
+
+
+@pytest.mark.parametrize("value", ["0", "9", "16", "31", "33", "-4", "4.0", "four", "\u0664"])
+def test_a_width_outside_its_range_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="1 to 8, or 32") as caught:
+        compression_from_environ({BITS: value})
+    assert BITS in str(caught.value) and value in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["0", "65537", "-1", "big"])
+def test_a_bucket_size_outside_its_range_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="1 to 65536") as caught:
+        compression_from_environ({BUCKET: value})
+    assert BUCKET in str(caught.value) and value in str(caught.value)
+
+
+@pytest.mark.parametrize(("bits", "block"), [(0, 512), (16, 512), (4, 0), (4, 65537)])
+def test_a_compression_outside_its_range_cannot_be_made(bits: int, block: int) -> None:
+    with pytest.raises(ValueError, match=r"expected .*, got"):
+        Compression(bits, block)
+
+
+def test_the_fingerprint_is_what_ranks_must_share_and_goes_through_json() -> None:
+    mine = Settings(node_id="a", num_threads=1, simd="scalar")
+    theirs = Settings(node_id="b", num_threads=4, simd="avx2")
+    assert mine.fingerprint() == theirs.fingerprint()
+    assert json.loads(json.dumps(mine.fingerprint())) == mine.fingerprint()
+    for name, other in {"seed": 1, "stochastic": True, "minimal_numel": 99, "fusion_nbytes": 1}.items():
+        assert Settings(**{name: other}).fingerprint() != mine.fingerprint()  # type: ignore[arg-type]
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Settings().seed = 1  # type: ignore[misc]

@@ -1,0 +1,187 @@
+"""The laws of layouts: everything is covered once, cuts lie where they may, shares are even."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_cgx.layout import Chunk, Layer, Layout, Piece, make_layout
+from torch_cgx.quantizers import Identity, MaxMin, Quantizer
+
+quantizers = st.one_of(
+    st.builds(Identity),
+    st.builds(MaxMin, st.integers(1, 8), st.sampled_from([1, 3, 8, 20, 64, 512]), st.booleans()),
+)
+layers_lists = st.lists(st.builds(Layer, st.integers(0, 3000), quantizers), max_size=8)
+worlds = st.integers(1, 9)
+itemsizes = st.sampled_from([2, 4, 8])
+slice_sizes = st.sampled_from([1, 64, 1000, 4096, 1 << 20])
+
+
+def pieces(layout: Layout) -> list[Piece]:
+    return [piece for part in layout.slices for chunk in part.chunks for piece in chunk.pieces]
+
+
+def starts(layers: list[Layer]) -> list[int]:
+    return [sum(layer.numel for layer in layers[:i]) for i in range(len(layers))]
+
+
+def layer_of(piece: Piece, layers: list[Layer]) -> tuple[int, Layer]:
+    """The layer that a piece lies in, and where that starts."""
+    (found,) = [
+        (start, layer)
+        for start, layer in zip(starts(layers), layers, strict=True)
+        if start <= piece.offset and piece.offset + piece.numel <= start + layer.numel
+    ]
+    return found
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_pieces_cover_every_value_once_and_in_order(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    position = 0
+    for piece in pieces(make_layout(layers, world, itemsize, slice_nbytes)):
+        assert piece.offset == position and piece.numel > 0
+        position += piece.numel
+    assert position == sum(layer.numel for layer in layers)
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_cuts_lie_at_layers_ends_or_multiples_of_the_cut_unit(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    for piece in pieces(make_layout(layers, world, itemsize, slice_nbytes)):
+        start, layer = layer_of(piece, layers)
+        assert (piece.offset - start) % layer.quantizer.cut_numel == 0
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_pieces_carry_their_layer_s_quantizer(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    for piece in pieces(make_layout(layers, world, itemsize, slice_nbytes)):
+        _, layer = layer_of(piece, layers)
+        assert (piece.bits, piece.block) == (layer.quantizer.bits, layer.quantizer.block)
+        assert piece.raw_tail == layer.quantizer.raw_tail(piece.numel)
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_payloads_fill_their_slot_without_gap_or_overlap(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    for part in make_layout(layers, world, itemsize, slice_nbytes).slices:
+        assert len(part.chunks) == world
+        assert part.nbytes == sum(chunk.nbytes for chunk in part.chunks) > 0
+        for chunk in part.chunks:
+            end = 0
+            for piece in chunk.pieces:
+                assert piece.payload == end and end % 8 == 0
+                end += layer_of(piece, layers)[1].quantizer.payload_nbytes(piece.numel, itemsize)
+            assert chunk.nbytes == end and (end > 0) == bool(chunk.pieces)
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_a_slice_is_within_its_limit_or_one_cut_unit(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    for part in make_layout(layers, world, itemsize, slice_nbytes).slices:
+        inside = [piece for chunk in part.chunks for piece in chunk.pieces]
+        numel = sum(piece.numel for piece in inside)
+        if numel * itemsize > slice_nbytes:
+            assert len(inside) == 1 and numel <= layer_of(inside[0], layers)[1].quantizer.cut_numel
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_slices_are_as_full_as_the_cuts_allow(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    """The next slice's first cut unit would not have fitted."""
+    slices = make_layout(layers, world, itemsize, slice_nbytes).slices
+    for part, following in pairwise(slices):
+        numel = sum(piece.numel for chunk in part.chunks for piece in chunk.pieces)
+        first = next(piece for chunk in following.chunks for piece in chunk.pieces)
+        start, layer = layer_of(first, layers)
+        unit = min(layer.quantizer.cut_numel, start + layer.numel - first.offset)
+        assert (numel + unit) * itemsize > slice_nbytes
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_chunks_are_balanced_to_a_cut_unit_at_either_end(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    for part in make_layout(layers, world, itemsize, slice_nbytes).slices:
+        inside = [piece for chunk in part.chunks for piece in chunk.pieces]
+        units = [layer_of(piece, layers)[1].quantizer for piece in inside]
+        # A unit with a raw tail may be longer than a whole one.
+        unit_nbytes = max(q.payload_nbytes(q.cut_numel - i, itemsize) for q in units for i in (0, 1))
+        for chunk in part.chunks:
+            # Every boundary is the nearest of two cuts, so off by half a unit; padding adds 8 bytes a piece.
+            slack = unit_nbytes + 8 * (len(chunk.pieces) + 2) + 8 * world
+            assert abs(chunk.nbytes - part.nbytes / world) <= slack
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+@pytest.mark.parametrize("world", [2, 3, 4, 7, 12])
+def test_mixed_layers_are_balanced_by_wire_bytes_not_by_values(world: int, bits: int) -> None:
+    layers = [Layer(1 << 20, MaxMin(bits, 512)), Layer(1 << 20, Identity())]
+    (part,) = make_layout(layers, world, 4, 1 << 30).slices
+    sizes = [chunk.nbytes for chunk in part.chunks]
+    assert max(sizes) - min(sizes) <= 2 * MaxMin(bits, 512).payload_nbytes(512, 4)
+
+
+def test_five_billion_values_are_laid_out_within_a_second() -> None:
+    numel = 5_000_000_000
+    start = time.perf_counter()
+    layout = make_layout([Layer(numel, MaxMin(4, 1024)), Layer(0, Identity())], 8, 4, 64 << 20)
+    elapsed_s = time.perf_counter() - start
+    last = pieces(layout)[-1]
+    assert last.offset + last.numel == numel
+    assert len(layout.slices) == -(-numel * 4 // (64 << 20))
+    assert elapsed_s < 1.0
+
+
+@given(layers=layers_lists, world=worlds)
+def test_equal_arguments_share_one_layout(layers: list[Layer], world: int) -> None:
+    copies = [Layer(layer.numel, layer.quantizer) for layer in layers]
+    assert make_layout(layers, world, 4, 1000) is make_layout(tuple(copies), world, 4, 1000)
+
+
+def test_no_values_make_no_slices() -> None:
+    assert make_layout([], 4, 4, 1000) == make_layout([Layer(0, Identity())], 4, 4, 1000) == Layout(())
+
+
+def test_ranks_beyond_the_cut_units_get_empty_chunks() -> None:
+    (part,) = make_layout([Layer(100, MaxMin(4, 512))], 5, 4, 1000).slices
+    assert [chunk for chunk in part.chunks if not chunk.pieces] == [Chunk((), 0)] * 4
+
+
+@given(quantizer=quantizers, numel=st.integers(0, 10_000), itemsize=itemsizes)
+def test_payload_lengths_are_whole_words_and_grow_linearly_in_eight_cut_units(
+    quantizer: Quantizer, numel: int, itemsize: int
+) -> None:
+    step = 8 * quantizer.cut_numel
+    whole = numel // step * step
+    assert quantizer.payload_nbytes(numel, itemsize) % 8 == 0
+    per_step = quantizer.payload_nbytes(step, itemsize)
+    assert quantizer.payload_nbytes(whole, itemsize) == whole // step * per_step
+    assert quantizer.payload_nbytes(numel, itemsize) >= quantizer.payload_nbytes(whole, itemsize)
+
+
+@pytest.mark.parametrize(("bits", "block"), [(0, 8), (9, 8), (32, 8), (4, 0), (4, 65537)])
+def test_a_quantizer_outside_its_range_is_refused(bits: int, block: int) -> None:
+    with pytest.raises(ValueError, match=r"expected .*, got"):
+        MaxMin(bits, block)
+
+
+@pytest.mark.parametrize(
+    ("numel", "world", "itemsize", "slice_nbytes"),
+    [(-1, 1, 4, 64), (8, 0, 4, 64), (8, 1, 0, 64), (8, 1, 4, 0)],
+)
+def test_impossible_arguments_are_refused(numel: int, world: int, itemsize: int, slice_nbytes: int) -> None:
+    with pytest.raises(ValueError, match=r"expected .*, got"):
+        make_layout([Layer(numel, Identity())], world, itemsize, slice_nbytes)

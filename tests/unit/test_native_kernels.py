@@ -1,0 +1,212 @@
+"""The native kernels against the plain-torch oracle, to the byte: every width, dtype, SIMD level, rounding and awkward length."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_cgx.kernels import NEAREST, Piece, Rounding
+from torch_cgx.kernels.cpu import NativeKernels, available, simd_level
+from torch_cgx.kernels.reference import ReferenceKernels
+from torch_cgx.quantizers import Identity, MaxMin
+
+pytestmark = pytest.mark.skipif(not available(), reason="installed without the native library")
+
+LEVELS = ("scalar", "avx2") if available() and simd_level() == "avx2" else ("scalar",)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GUARD = 64  # bytes around each payload that nobody may touch
+
+
+def random_values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values of very different size, some exactly alike, with subnormals and both zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    x *= torch.exp2(torch.randint(-20, 8, (numel,), generator=generator).float())
+    x[torch.rand(numel, generator=generator) < 0.05] = -0.0
+    x[torch.rand(numel, generator=generator) < 0.02] = 1e-41
+    return x.to(dtype)
+
+
+def piece_for(numel: int, bits: int, block: int, *, skip: bool = False, offset: int = 0, payload: int = 0) -> Piece:
+    quantizer = Identity() if bits == 32 else MaxMin(bits, block, skip)
+    return Piece(offset, numel, bits, block, quantizer.raw_tail(numel), payload)
+
+
+def payload_nbytes(piece: Piece, dtype: torch.dtype) -> int:
+    quantizer = Identity() if piece.bits == 32 else MaxMin(piece.bits, piece.block, piece.raw_tail > 0)
+    return quantizer.payload_nbytes(piece.numel, dtype.itemsize)
+
+
+class Guarded:
+    """A payload inside a larger buffer, to see writes outside of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = torch.full((nbytes + 2 * GUARD,), 0xA5, dtype=torch.uint8)
+        self.payload = self.buffer[GUARD : GUARD + nbytes]
+
+    def untouched(self) -> bool:
+        guards = torch.cat((self.buffer[:GUARD], self.buffer[len(self.buffer) - GUARD :]))
+        return bool((guards == 0xA5).all())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def check_all_operations(x: torch.Tensor, pieces: tuple[Piece, ...], nbytes: int, rounding: Rounding) -> None:
+    """encode, decode, decode-add and reduce of every level give what the oracle gives."""
+    oracle = ReferenceKernels()
+    expected = torch.zeros(nbytes, dtype=torch.uint8)
+    oracle.encode(pieces, x, expected, rounding)
+    other = torch.zeros(nbytes, dtype=torch.uint8)
+    oracle.encode(pieces, x.flip(0).contiguous(), other, rounding)
+    decoded, added, reduced = x.clone(), x.clone(), x.clone()
+    oracle.decode(pieces, expected, decoded)
+    oracle.decode(pieces, other, added, add=True)
+    total = torch.zeros(nbytes, dtype=torch.uint8)
+    oracle.reduce(pieces, reduced, [expected, other], total, 1 / 3, rounding)
+    for level in LEVELS:
+        kernels = NativeKernels(level)
+        encoded = Guarded(nbytes)
+        kernels.encode(pieces, x, encoded.payload, rounding)
+        assert encoded.untouched()
+        assert torch.equal(encoded.payload, expected), level
+        mine = torch.empty_like(x)
+        kernels.decode(pieces, expected, mine)
+        assert same_bits(mine, decoded), level
+        mine = x.clone()
+        kernels.decode(pieces, other, mine, add=True)
+        assert same_bits(mine, added), level
+        mine, out = x.clone(), Guarded(nbytes)
+        kernels.reduce(pieces, mine, [expected, other], out.payload, 1 / 3, rounding)
+        assert out.untouched()
+        assert torch.equal(out.payload, total), level
+        assert same_bits(mine, reduced), level
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 32])
+def test_every_width_and_type_matches_the_oracle_to_the_byte(bits: int, dtype: torch.dtype) -> None:
+    for block in (1, 7, 8, 64, 100, 1024):
+        for numel in (1, 2, 7, 8, 9, 31, 33, 63, 64, 65, 1000, 1024, 2049):
+            for rounding in (NEAREST, Rounding(stochastic=True, seed=7, op=3, rank=1, stage=1)):
+                piece = piece_for(numel, bits, block)
+                x = random_values(numel, dtype, seed=numel + block)
+                check_all_operations(x, (piece,), payload_nbytes(piece, dtype), rounding)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(1, 700), st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 32]), st.integers(1, 300), st.booleans()
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    dtype=st.sampled_from(DTYPES),
+    stochastic=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_tables_of_mixed_layers_match_the_oracle(
+    rows: list[tuple[int, int, int, bool]], dtype: torch.dtype, stochastic: bool, seed: int
+) -> None:
+    pieces, offset, nbytes = [], 0, 0
+    for numel, bits, block, skip in rows:
+        piece = piece_for(numel, bits, block, skip=skip, offset=offset, payload=nbytes)
+        pieces.append(piece)
+        offset += numel
+        quantizer = Identity() if bits == 32 else MaxMin(bits, block, skip)
+        nbytes += quantizer.payload_nbytes(numel, dtype.itemsize)
+    x = random_values(offset, dtype, seed % 1000)
+    check_all_operations(x, tuple(pieces), nbytes, Rounding(stochastic=stochastic, seed=seed))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bad_value_makes_its_block_nan_and_no_other(bad: float, dtype: torch.dtype) -> None:
+    for position in range(40):
+        x = random_values(96, dtype, seed=position)
+        x[position] = bad
+        piece = piece_for(96, 4, 32)
+        check_all_operations(x, (piece,), payload_nbytes(piece, dtype), NEAREST)
+        out = torch.empty(payload_nbytes(piece, dtype), dtype=torch.uint8)
+        NativeKernels().encode((piece,), x, out, NEAREST)
+        y = torch.empty_like(x)
+        NativeKernels().decode((piece,), out, y)
+        blocks = y.float().view(3, 32).isnan()
+        assert blocks.all(dim=1).tolist() == [i == position // 32 for i in range(3)]
+        assert blocks.any(dim=1).tolist() == [i == position // 32 for i in range(3)]
+
+
+def test_a_range_that_overflows_is_nan_and_a_subnormal_range_is_kept() -> None:
+    wide = torch.tensor([-3e38, 3e38] * 16)
+    tiny = torch.tensor([0.0, 1e-45, 3e-45, 1e-42] * 8)
+    for x in (wide, tiny):
+        for bits in range(1, 9):
+            piece = piece_for(32, bits, 32)
+            check_all_operations(x, (piece,), payload_nbytes(piece, x.dtype), NEAREST)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_results_do_not_depend_on_the_callers_flush_to_zero(level: str) -> None:
+    x = torch.tensor([0.0, 1e-41, 2e-41, 5e-39] * 16)
+    piece = piece_for(64, 3, 16)
+    nbytes = payload_nbytes(piece, x.dtype)
+    plain, flushed = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+    kernels = NativeKernels(level)
+    kernels.encode((piece,), x, plain, NEAREST)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        kernels.encode((piece,), x, flushed, NEAREST)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(plain, flushed)
+
+
+def test_random_rounding_past_two_to_the_32_values_uses_the_high_half_of_the_index() -> None:
+    """The kernels index their tensor by offset, so a pointer before a small tensor stands in for a huge one."""
+    import ctypes
+
+    from torch_cgx import _native
+    from torch_cgx.kernels.random import uniform
+
+    lib = _native.library()
+    assert lib is not None
+    offset = 2**32 - 40
+    x = torch.rand(128)
+    x[0], x[1] = 0.0, 1.0
+    rounding = _native.Rounding(5, 6, 7, 1, 1)
+    row = _native.Piece(offset, 128, 0, 0, 128, 4)
+    expected = torch.clamp(
+        (x * torch.tensor(15.0) + uniform(Rounding(True, 5, 6, 7, 1), offset, 128)).to(torch.int64), max=15
+    )
+    for level in range(len(LEVELS)):
+        out = torch.zeros(8 + 64, dtype=torch.uint8)
+        base = x.data_ptr() - 4 * offset
+        lib.cgx_encode(level, 0, ctypes.byref(row), 1, base, out.data_ptr(), ctypes.byref(rounding))
+        levels = torch.stack((out[8:] & 15, out[8:] >> 4), dim=1).flatten().to(torch.int64)
+        # 1 / (1/15) is not 15 to the bit, so a level may differ where the scaled value lies on an integer
+        assert (levels - expected).abs().max() <= 1
+        assert (levels == expected).float().mean() > 0.95
+
+
+def test_pieces_outside_their_tensors_are_refused() -> None:
+    piece = piece_for(64, 4, 32)
+    kernels = NativeKernels()
+    with pytest.raises(ValueError, match="expected at least 64"):
+        kernels.encode((piece,), torch.zeros(63), torch.zeros(100, dtype=torch.uint8), NEAREST)
+    with pytest.raises(ValueError, match="expected at least 48 bytes, got 47"):
+        kernels.encode((piece,), torch.zeros(64), torch.zeros(47, dtype=torch.uint8), NEAREST)
+    with pytest.raises(TypeError, match="contiguous"):
+        kernels.encode((piece,), torch.zeros(128)[::2], torch.zeros(48, dtype=torch.uint8), NEAREST)
+
+
+def test_a_level_that_the_processor_lacks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="CGX_SIMD=neon"):
+        NativeKernels("neon")
