@@ -14,6 +14,8 @@ How the columns are measured:
 - in communication: what communication adds to the training. Every few steps, forward and backward are also
   run under `no_sync()`, which leaves the all_reduces out; the median difference, times the steps. An
   all_reduce that hides behind backward costs nothing by this measure; waiting for the other rank counts.
+- a step without: a step less its communication. It should be the same in both trainings; where it is not, other
+  work kept the machine busier in one of them, and the times of a step do not compare.
 - bytes sent: by one rank for gradients in the whole training. cgx counts them (`torch_cgx.stats`). Gloo's
   all_reduce is a ring, in which each of n ranks sends (n - 1) / n of the data twice: with two ranks, that is
   the bytes of the gradients.
@@ -40,6 +42,7 @@ STEPS = 160
 PROBE_EVERY = 4
 BATCH = 32  # per process
 WARM_UP = 5  # steps that are not timed: DDP rebuilds its grad buckets, cgx allocates its shared memory
+MUCH = 1.15  # computing that differs by more than this between the trainings is worth a warning
 BACKENDS = ("gloo", "cgx")
 SETTINGS: dict[str, dict[str, str]] = {
     "gloo": {},
@@ -76,9 +79,7 @@ def train(backend: str, output: Path) -> None:
     loss_of = torch.nn.CrossEntropyLoss()
     order = torch.Generator().manual_seed(1)
 
-    def forward_backward(
-        x: torch.Tensor, y: torch.Tensor, *, communicate: bool = True
-    ) -> tuple[float, float]:
+    def forward_backward(x: torch.Tensor, y: torch.Tensor, *, communicate: bool = True) -> tuple[float, float]:
         """The loss, and the seconds it took."""
         start = time.perf_counter()
         with contextlib.nullcontext() if communicate else ddp.no_sync():
@@ -125,11 +126,13 @@ def train(backend: str, output: Path) -> None:
     dist.all_gather(of_ranks, torch.tensor(losses))
     with torch.inference_mode():
         accuracy = float((model(test_x).argmax(1) == test_y).float().mean())
+    communication_s = max(0.0, median(exchanged_s) - median(alone_s))  # of one step
     if rank == 0:
         result = {
             "parameters": sum(p.numel() for p in model.parameters()),
             "step_s": median(step_s),
-            "communication_s": max(0.0, median(exchanged_s) - median(alone_s)) * STEPS,
+            "alone_s": median(step_s) - communication_s,
+            "communication_s": communication_s * STEPS,
             "sent_nbytes": sent_nbytes,
             "accuracy": accuracy,
             "losses": torch.stack(of_ranks).mean(0).tolist(),
@@ -162,21 +165,27 @@ def launch(backend: str, folder: Path) -> dict[str, Any]:
         str(PROCESSES),
     ]
     environ = {"OMP_NUM_THREADS": "1", **os.environ, **SETTINGS[backend]}
-    subprocess.run(
-        [*torchrun, __file__, "--backend", backend, "--output", str(output)], env=environ, check=True
-    )
+    subprocess.run([*torchrun, __file__, "--backend", backend, "--output", str(output)], env=environ, check=True)
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 
 
 def print_table(results: dict[str, dict[str, Any]]) -> None:
-    columns = [("", 15), ("a step", 10), ("in communication", 18), ("bytes sent", 12), ("accuracy", 10)]
+    columns = [
+        ("", 15),
+        ("a step", 10),
+        ("in communication", 18),
+        ("a step without", 16),
+        ("bytes sent", 12),
+        ("accuracy", 10),
+    ]
     print("".join(title.rjust(width) for title, width in columns))
     for backend, result in results.items():
         cells = [
             NAMES[backend],
             f"{result['step_s'] * 1e3:.1f} ms",
             f"{result['communication_s']:.2f} s",
+            f"{result['alone_s'] * 1e3:.1f} ms",
             f"{result['sent_nbytes'] / 1e6:,.0f} MB",
             f"{result['accuracy']:.1%}",
         ]
@@ -210,9 +219,7 @@ def smooth(values: list[float], keep: float = 0.8) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Train with gloo and with cgx on two processes, and compare."
-    )
+    parser = argparse.ArgumentParser(description="Train with gloo and with cgx on two processes, and compare.")
     parser.add_argument("--backend", choices=BACKENDS, help=argparse.SUPPRESS)  # with torchrun: one training
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -239,6 +246,9 @@ def main() -> int:
     print_table(results)
     ratio = results["gloo"]["step_s"] / results["cgx"]["step_s"]
     print(f"\na step with cgx is {ratio:.2f} times as fast; loss curves: {picture}")
+    alone_s = [result["alone_s"] for result in results.values()]
+    if max(alone_s) > MUCH * min(alone_s):
+        print("other work slowed one of the trainings down: repeat this on a quiet machine")
     print(f"all in {time.perf_counter() - start:.0f} s")
     return 0
 

@@ -139,13 +139,13 @@ typedef struct cgx_submission {
   const cgx_plan* plan;
   void* values;
   double scale;
-  cgx_rounding rounding; /* rank and stage are filled in by the executor */
-  int64_t sequence;      /* from cgx_group_note */
+  cgx_rounding rounding; /* operation, rank and stage are filled in by the group */
   int64_t timeout_ms;
   int64_t bytes_before;
   int64_t bytes_after;
   int64_t compressed;
-  int64_t wake; /* 1: let the group's thread start at once; 0: the caller waits right away and runs it itself */
+  int64_t wake;      /* 1: let the group's thread start at once; 0: the caller waits right away and runs it itself */
+  int64_t completed; /* out: number of the last operation that is done */
 } cgx_submission;
 
 typedef struct cgx_group cgx_group;
@@ -160,7 +160,8 @@ CGX_API cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world,
 CGX_API void cgx_control_unlink(const char* name);
 
 CGX_API int64_t cgx_group_note(cgx_group* group, const cgx_call* call);
-CGX_API int64_t cgx_group_submit(cgx_group* group, const cgx_submission* submission);
+/* Notes a call and queues what it does, in one order for all threads; the operation's number, or a negative status. */
+CGX_API int64_t cgx_group_submit(cgx_group* group, const cgx_call* call, cgx_submission* submission);
 /* Waits for an operation, at most slice_ms; CGX_PENDING: not yet, call again. Runs it itself where nobody does. */
 CGX_API int cgx_group_wait(cgx_group* group, int64_t operation, int64_t slice_ms);
 /* Lets the group's thread take over what a caller left in the middle. */

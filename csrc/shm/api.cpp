@@ -57,18 +57,17 @@ cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const i
   if (!problem.empty() || rank < 0 || rank >= world) return nullptr;
   auto* group = new cgx_group{
       {std::move(segment), rank, world, global_ranks, simd, segment_limit_nbytes}, layout};
-  group->inner.board().set_names(operation_names, dtype_names, reduction_names);
-  group->inner.start();
+  group->inner.start(operation_names, dtype_names, reduction_names);
   return group;
 } catch (const std::exception& e) {
   put(e.what(), error, error_nbytes);
   return nullptr;
 }
 
-int64_t cgx_group_note(cgx_group* group, const cgx_call* call) { return group->inner.board().note(*call); }
+int64_t cgx_group_note(cgx_group* group, const cgx_call* call) { return group->inner.note(*call); }
 
-int64_t cgx_group_submit(cgx_group* group, const cgx_submission* submission) try {
-  return group->inner.submit(*submission);
+int64_t cgx_group_submit(cgx_group* group, const cgx_call* call, cgx_submission* submission) try {
+  return group->inner.submit(*call, submission);
 } catch (const std::bad_alloc&) {
   return CGX_ERROR_ARGUMENT;
 }

@@ -34,21 +34,32 @@ Group::Group(Segment control, int64_t rank, int64_t world, const int32_t* global
   me.life.store(kPresent, std::memory_order_release);
 }
 
-void Group::start() { thread_ = std::thread([this] { work(); }); }
+void Group::start(const char* operations, const char* dtypes, const char* reductions) {
+  board_.set_names(operations, dtypes, reductions);
+  thread_ = std::thread([this] { work(); });
+}
 
 Group::~Group() { close(); }
 
 // ---- the queue ----
 
-int64_t Group::submit(const cgx_submission& what) {
+int64_t Group::note(const cgx_call& call) {
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  return board_.note(call);
+}
+
+int64_t Group::submit(const cgx_call& call, cgx_submission* what) {
   if (closed_.load()) return CGX_ERROR_CLOSED;
   Operation op;
-  op.what = what;
+  op.what = *what;
   op.submitted_ns = now_ns();
+  what->completed = completed();
   std::lock_guard<std::mutex> lock(queue_mutex_);
+  op.sequence = board_.note(call);
+  op.what.rounding.op = static_cast<uint64_t>(op.sequence);
   op.number = ++submitted_;
   queue_.push_back(op);
-  if (what.wake && !thread_wanted_) {
+  if (what->wake && !thread_wanted_) {
     thread_wanted_ = true;
     work_arrived_.notify_one();
   }
@@ -197,8 +208,8 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
       const int status = wait_for(op, flag(slot.writer, slot.flag).slice, slice_number_, slot.writer, until_ns);
       count(kWaitNs, now_ns() - begin_ns);
       // The peer noted its call before it wrote the payload: reading another call's payload is impossible from here on.
-      if (status == CGX_OK && board_.differs(slot.writer, op.what.sequence))
-        return fail_mismatch(slot.writer, op.what.sequence);
+      if (status == CGX_OK && board_.differs(slot.writer, op.sequence))
+        return fail_mismatch(slot.writer, op.sequence);
       return status;
     }
     case CGX_STEP_REDUCE: {
@@ -260,7 +271,7 @@ int Group::ensure_segment(const Operation& op, int64_t until_ns) {
   }
   const int status = wait_for(op, control_->generation, generation_ + 1, 0, until_ns);
   if (status != CGX_OK) return status;
-  if (board_.differs(0, op.what.sequence)) return fail_mismatch(0, op.what.sequence);
+  if (board_.differs(0, op.sequence)) return fail_mismatch(0, op.sequence);
   const std::string segment_name(control_->data_name, strnlen(control_->data_name, kNameNbytes));
   const int64_t nbytes = control_->data_nbytes.load();
   std::string error = nbytes < needed || nbytes > segment_limit_nbytes_

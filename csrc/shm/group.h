@@ -22,6 +22,7 @@ namespace cgx {
 
 struct Operation {
   cgx_submission what;
+  int64_t sequence;  // of its call on the board
   int64_t number;
   int64_t submitted_ns;
   int64_t started_ns = 0;
@@ -39,9 +40,9 @@ class Group {
   Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, int simd, int64_t segment_limit_nbytes);
   ~Group();
 
-  Board& board() { return board_; }
-  void start();
-  int64_t submit(const cgx_submission& what);
+  void start(const char* operations, const char* dtypes, const char* reductions);
+  int64_t note(const cgx_call& call);
+  int64_t submit(const cgx_call& call, cgx_submission* what);
   int wait(int64_t number, int64_t slice_ms);
   void kick();
   int64_t completed() const { return completed_.load(std::memory_order_acquire); }

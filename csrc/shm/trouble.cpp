@@ -52,13 +52,13 @@ void Group::ring(int64_t peer) {
 }
 
 std::string Group::operation_name(const Operation& op) const {
-  return "operation " + std::to_string(op.what.sequence) + ", " + board_.describe(rank_, op.what.sequence);
+  return "operation " + std::to_string(op.sequence) + ", " + board_.describe(rank_, op.sequence);
 }
 
 int Group::look_for_trouble(const Operation& op, int64_t peer) {
   if (poison_arrived()) return status_.load();
   for (int64_t other = 0; other < world_; ++other)
-    if (other != rank_ && board_.differs(other, op.what.sequence)) return fail_mismatch(other, op.what.sequence);
+    if (other != rank_ && board_.differs(other, op.sequence)) return fail_mismatch(other, op.sequence);
 
   const RankControl& them = ranks_[peer];
   const bool left = them.life.load(std::memory_order_acquire) == kLeft;

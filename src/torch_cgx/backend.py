@@ -23,6 +23,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
+from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 
 from torch_cgx import _native, calls, defaults, membership
@@ -31,7 +32,7 @@ from torch_cgx.carried import CarriedCollectives
 from torch_cgx.config import Compression, Settings
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.messages import MessageExecutor
-from torch_cgx.executors.shm import Plan, SharedGroup, Submission, make_plan
+from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
 from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.layers import LayerTable
@@ -44,7 +45,7 @@ __all__ = ["ProcessGroupCGX", "create", "live_groups"]
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 _OURS = (*_COMPRESSIBLE, torch.float64)
-_PLANS = 1024  # kept a group; a training has a few dozen shapes
+_PREPARED = 1024  # kept a group; a training has a few dozen shapes
 _BARRIER_NUMEL = 16
 
 _log = logging.getLogger("torch_cgx")
@@ -68,15 +69,19 @@ class ProcessGroupCGX(CarriedCollectives):
     def __init__(
         self, store: c10d.Store, rank: int, world: int, timeout: timedelta, global_ranks: Sequence[int]
     ) -> None:
-        super().__init__(rank, world)  # type: ignore[call-arg]  (torch declares one of its two forms)
+        super().__init__(rank, world)  # type: ignore[call-arg]
         self._rank, self._world = rank, world
         self._timeout = timeout
         self._global_ranks = tuple(global_ranks)
-        self._settings = Settings.from_environ()
         self._store = store
+        prefixed = partial(c10d.PrefixStore, store=store)
+        # Settings are compared before any connection is made, so that a wrong one fails on all ranks at once.
+        self._settings = membership.agree(prefixed("cgx"), rank, Settings.from_environ)
+        members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks)
         self._lock = threading.Lock()  # one order of notes and submissions, whatever threads they come from
         self._completions = Completions(f"cgx-futures-{rank}")
-        self._plans: dict[object, Plan] = {}
+        self._prepared: dict[object, Prepared] = {}
+        self._barrier: Prepared | None = None
         self._pending: deque[tuple[int, object]] = deque()
         self._sequence = 0
         self._closed = False
@@ -85,7 +90,6 @@ class ProcessGroupCGX(CarriedCollectives):
         self._messages: MessageExecutor | None = None
         self._exact_stats = {"operations": 0, "compressed_operations": 0, "bytes_before": 0, "bytes_after": 0}
 
-        prefixed = partial(c10d.PrefixStore, store=store)
         self._gloo = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         if torch.cuda.is_available() and dist.is_nccl_available():
@@ -98,12 +102,10 @@ class ProcessGroupCGX(CarriedCollectives):
             self._nccl = None
 
         self._shared: SharedGroup | None = None
-        if world > 1:
-            members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks)
-            if members.one_host and all(members.native):
-                self._shared = membership.open_shared_group(
-                    prefixed("cgx"), rank, world, self._global_ranks, calls.NAMES, self._settings
-                )
+        if world > 1 and members.one_host and all(members.native):
+            self._shared = membership.open_shared_group(
+                prefixed("cgx"), rank, world, self._global_ranks, calls.NAMES, self._settings
+            )
         _groups.add(self)
 
     # ---- what torch asks a group ----
@@ -231,55 +233,49 @@ class ProcessGroupCGX(CarriedCollectives):
             return self._carry("all_reduce", None, tensor.dtype, tuple(tensor.shape), result, reduction=reduction)
         if self._shared is None:
             return self._submit_messages(tensor, result, compression, reduction, scale)
-        key = (tensor.numel(), tensor.dtype, compression, self.layers.version)
-        plan = self._plans.get(key) or self._make_plan(key, tensor, compression)
+        if not tensor.is_inference():
+            increment_version(tensor)  # autograd shall notice that values it saved have changed
+        key = (tensor.shape, tensor.dtype, reduction, compression, self.layers.version, tensor.stride())
+        prepared = self._prepared.get(key) or self._prepare(key, tensor, compression, reduction, scale)
+        return self._submit_shared(self._shared, prepared, tensor, result, timeout_ms, asynchronous)
+
+    def _submit_shared(
+        self,
+        shared: SharedGroup,
+        prepared: Prepared,
+        tensor: Tensor,
+        result: list[Tensor],
+        timeout_ms: int,
+        asynchronous: bool,
+    ) -> SharedWork:
+        number, completed = shared.submit(prepared, tensor.data_ptr(), timeout_ms, wake=asynchronous)
+        # A caller may drop its work and its tensor while the operation is under way.
+        with self._lock:
+            pending = self._pending
+            while pending and pending[0][0] <= completed:
+                pending.popleft()
+            pending.append((number, (prepared, tensor)))
+        return SharedWork(shared, number, (prepared, tensor), result, self._completions)
+
+    def _prepare(
+        self, key: object, tensor: Tensor, compression: Compression, reduction: str, scale: float
+    ) -> Prepared:
         call = collective_call(
             "all_reduce",
             tensor.dtype,
             tuple(tensor.shape),
             reduction=reduction,
             bits=compression.bits,
-            block=compression.block,
-            layout=0 if tensor.is_contiguous() else hash(tensor.stride()),
+            block=compression.block if compression.bits != 32 else 0,
+            layout=0 if tensor.is_contiguous() else _stable_hash(tensor.stride()),
         )
-        return self._submit_shared(
-            self._shared, plan, call, tensor, result, scale, timeout_ms, asynchronous, compression
-        )
+        prepared = self._prepare_call(call, tensor, compression, scale)
+        if len(self._prepared) >= _PREPARED:
+            self._prepared.clear()
+        self._prepared[key] = prepared
+        return prepared
 
-    def _submit_shared(
-        self,
-        shared: SharedGroup,
-        plan: Plan,
-        call: _native.Call,
-        tensor: Tensor,
-        result: list[Tensor],
-        scale: float,
-        timeout_ms: int,
-        asynchronous: bool,
-        compression: Compression,
-    ) -> SharedWork:
-        with self._lock:
-            submission = Submission(
-                plan=plan,
-                data_ptr=tensor.data_ptr(),
-                scale=scale,
-                sequence=shared.note(call),
-                timeout_ms=timeout_ms,
-                bytes_before=tensor.numel() * tensor.element_size(),
-                compressed=compression.bits != 32,
-                stochastic=self._settings.stochastic,
-                seed=self._settings.seed,
-                wake=asynchronous,
-            )
-            number = shared.submit(submission)
-            # A caller may drop its work and its tensor while the operation is under way.
-            done = shared.completed()
-            while self._pending and self._pending[0][0] <= done:
-                self._pending.popleft()
-            self._pending.append((number, (plan, tensor)))
-        return SharedWork(shared, number, (plan, tensor), result, self._completions)
-
-    def _make_plan(self, key: object, tensor: Tensor, compression: Compression) -> Plan:
+    def _prepare_call(self, call: _native.Call, tensor: Tensor, compression: Compression, scale: float) -> Prepared:
         assert self._shared is not None
         plan = make_plan(
             self._layers_for(tensor, compression),
@@ -290,10 +286,15 @@ class ProcessGroupCGX(CarriedCollectives):
             slice_nbytes=self._settings.fusion_nbytes,
             limit_nbytes=self._shared.limit_nbytes,
         )
-        if len(self._plans) >= _PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
-        return plan
+        return Prepared(
+            plan,
+            call,
+            scale=scale,
+            nbytes=tensor.numel() * tensor.element_size(),
+            compressed=compression.bits != 32,
+            stochastic=self._settings.stochastic,
+            seed=self._settings.seed,
+        )
 
     # ---- without shared memory ----
 
@@ -341,13 +342,12 @@ class ProcessGroupCGX(CarriedCollectives):
         if self._shared is None or (opts.device is not None and opts.device.type != "cpu"):
             return self._carry("barrier", partial(self._barrier_backend(opts).barrier, opts), None, None, [])
         values = torch.zeros(_BARRIER_NUMEL)
-        exact = Compression(32)
-        key = (_BARRIER_NUMEL, torch.float32, exact, self.layers.version)
-        plan = self._plans.get(key) or self._make_plan(key, values, exact)
+        if self._barrier is None:
+            self._barrier = self._prepare_call(collective_call("barrier"), values, Compression(32), 1.0)
         timeout_ms = _milliseconds(opts.timeout, self._timeout)
-        call = collective_call("barrier")
-        asynchronous = getattr(opts, "asyncOp", True)
-        return self._submit_shared(self._shared, plan, call, values, [], 1.0, timeout_ms, asynchronous, exact)
+        return self._submit_shared(
+            self._shared, self._barrier, values, [], timeout_ms, getattr(opts, "asyncOp", True)
+        )
 
     def _barrier_backend(self, opts: Any) -> Any:
         on_cuda = self._nccl is not None and opts.device is not None and opts.device.type == "cuda"

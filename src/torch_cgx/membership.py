@@ -10,7 +10,7 @@ import ctypes
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.kernels.cpu import available, simd_number
 from torch_cgx.version import __version__
 
-__all__ = ["Membership", "join", "open_shared_group"]
+__all__ = ["Membership", "agree", "join", "open_shared_group"]
 
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
@@ -44,6 +44,15 @@ class Membership:
         return len(set(self.nodes)) == 1
 
 
+def agree(store: Store, rank: int, read_settings: Callable[[], Settings]) -> Settings:
+    """This rank's settings; a mistake in them is told to the peers before it is raised here."""
+    try:
+        return read_settings()
+    except ValueError as error:
+        store.set(f"member/{rank}", json.dumps({"mistake": str(error)}))
+        raise
+
+
 def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: Sequence[int]) -> Membership:
     """Tell all ranks about this one and hear about all; raise `MismatchError` where they cannot work together."""
     mine = {
@@ -54,6 +63,9 @@ def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: 
     }
     store.set(f"member/{rank}", json.dumps(mine))
     members = [_read(store, f"member/{other}") for other in range(world)]
+    for other, theirs in enumerate(members):
+        if "mistake" in theirs:
+            raise MismatchError(f"rank {global_ranks[other]} could not join the group: {theirs['mistake']}")
     for other, theirs in enumerate(members):
         _compare(members[0], theirs, global_ranks[0], global_ranks[other])
     return Membership(tuple(str(m["node"]) for m in members), tuple(bool(m["native"]) for m in members))

@@ -233,6 +233,6 @@ def _complete(work: _PolledWork, future: torch.futures.Future[list[torch.Tensor]
         while not work.poll(SLICE_MS):
             pass
     except Exception as error:
-        future.set_exception(error)  # type: ignore[arg-type]  (torch declares the wrong type)
+        future.set_exception(error)  # type: ignore[arg-type]
     else:
         future.set_result(result)

@@ -191,13 +191,15 @@ def with_registered_layers(me: Rank) -> str:
     torch_cgx.set_quantization_bits(0, 2, 8)
     torch_cgx.set_quantization_bucket_size(0, 2, 64)
     y = summed(me)
-    assert torch.equal(y[:4000], x[:4000])
+    assert torch.equal(y[:1000], both[:1000])
     assert 0 < (y - both)[4000:].abs().max().item() < 0.1
     # A tensor that is not the registered layers' follows the default.
-    assert is_exact(summed(me, 4999), me.world)
+    within_bound(summed(me, 4999), me.world, 6)
+    with torch_cgx.uncompressed():
+        assert is_exact(summed(me), me.world)
     return digest(y)
 
 
 def test_registered_layers_have_bits_of_their_own() -> None:
-    first, second = run_ranks(with_registered_layers, 2, "cgx")
+    first, second = run_ranks(with_registered_layers, 2, "cgx", env={BITS: "6"})
     assert first == second

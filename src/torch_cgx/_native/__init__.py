@@ -69,7 +69,7 @@ class Submission(ctypes.Structure):
         ("values", c_void_p),
         ("scale", c_double),
         ("rounding", Rounding),
-        *((name, c_int64) for name in ("sequence", "timeout_ms", "bytes_before", "bytes_after", "compressed", "wake")),
+        *((name, c_int64) for name in ("timeout_ms", "bytes_before", "bytes_after", "compressed", "wake", "completed")),
     ]
 
 
@@ -98,7 +98,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "cgx_control_unlink": (None, [c_char_p]),
     "cgx_group_note": (c_int64, [c_void_p, POINTER(Call)]),
-    "cgx_group_submit": (c_int64, [c_void_p, POINTER(Submission)]),
+    "cgx_group_submit": (c_int64, [c_void_p, POINTER(Call), POINTER(Submission)]),
     "cgx_group_wait": (c_int, [c_void_p, c_int64, c_int64]),
     "cgx_group_kick": (None, [c_void_p]),
     "cgx_group_completed": (c_int64, [c_void_p]),

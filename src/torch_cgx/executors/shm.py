@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -29,7 +28,7 @@ from torch_cgx.kernels.cpu import DTYPES
 from torch_cgx.layout import Layer, Layout, make_layout
 from torch_cgx.program import Decode, Encode, Receive, Reduce, Send
 
-__all__ = ["PIPELINE_NBYTES", "Plan", "SharedGroup", "Submission", "make_plan"]
+__all__ = ["PIPELINE_NBYTES", "Plan", "Prepared", "SharedGroup", "make_plan"]
 
 PENDING = 1
 _ALIGNMENT = 64  # bytes: no two slots share a cache line
@@ -160,20 +159,22 @@ def make_plan(
         slice_nbytes //= 2
 
 
-@dataclass(slots=True)
-class Submission:
-    """One operation, as the backend hands it over."""
+class Prepared:
+    """An operation but for its tensor's address: what the backend keeps for each shape that it has seen."""
 
-    plan: Plan
-    data_ptr: int
-    scale: float
-    sequence: int
-    timeout_ms: int
-    bytes_before: int
-    compressed: bool
-    stochastic: bool
-    seed: int
-    wake: bool  # False: the caller waits at once, and runs the operation on its own thread
+    def __init__(
+        self, plan: Plan, call: _native.Call, *, scale: float, nbytes: int, compressed: bool, stochastic: bool, seed: int
+    ) -> None:
+        self.plan = plan
+        self.call = call
+        self.submission = _native.Submission()
+        self.submission.plan = plan.handle
+        self.submission.scale = scale
+        self.submission.rounding.seed = seed
+        self.submission.rounding.stochastic = stochastic
+        self.submission.bytes_before = nbytes
+        self.submission.bytes_after = plan.payload_nbytes
+        self.submission.compressed = compressed
 
 
 class SharedGroup:
@@ -194,8 +195,7 @@ class SharedGroup:
         self._lib = lib
         self._handle = 0
         self.limit_nbytes = limit_nbytes
-        self._submission = _native.Submission()
-        self._submission_lock = threading.Lock()
+        self._lock = threading.Lock()
         error = ctypes.create_string_buffer(512)
         operations, dtypes, reductions = ("\n".join(words).encode() for words in names)
         self._handle = lib.cgx_group_open(
@@ -222,26 +222,21 @@ class SharedGroup:
         """Write a call on the board; its number."""
         return int(self._lib.cgx_group_note(self._handle, call))
 
-    def submit(self, submission: Submission) -> int:
-        """Queue an operation; its number. The tensor must live until that number is completed."""
-        with self._submission_lock:
-            row = self._submission
-            row.plan = submission.plan.handle
-            row.values = submission.data_ptr
-            row.scale = submission.scale
-            row.rounding.seed = submission.seed
-            row.rounding.op = submission.sequence
-            row.rounding.stochastic = submission.stochastic
-            row.sequence = submission.sequence
-            row.timeout_ms = submission.timeout_ms
-            row.bytes_before = submission.bytes_before
-            row.bytes_after = submission.plan.payload_nbytes
-            row.compressed = submission.compressed
-            row.wake = submission.wake
-            number = int(self._lib.cgx_group_submit(self._handle, row))
+    def submit(self, prepared: Prepared, data_ptr: int, timeout_ms: int, *, wake: bool) -> tuple[int, int]:
+        """Note and queue an operation: its number, and the number of the last one that is done.
+
+        The tensor must live until this one is done. `wake` False: the caller waits at once, and runs it on its own thread.
+        """
+        with self._lock:
+            row = prepared.submission
+            row.values = data_ptr
+            row.timeout_ms = timeout_ms
+            row.wake = wake
+            number = self._lib.cgx_group_submit(self._handle, prepared.call, row)
+            completed = row.completed
         if number < 0:
             raise CGXError("this process group has been shut down")
-        return number
+        return number, completed
 
     def wait(self, number: int, slice_ms: int) -> bool:
         """Wait natively for at most a slice; whether the operation is done. Raises what it failed with."""
