@@ -169,6 +169,8 @@ CGX_API void cgx_group_kick(cgx_group* group);
 CGX_API int64_t cgx_group_completed(const cgx_group* group);
 /* Looks for trouble around an operation that another engine carries: poison and lost step, and, if asked, dead peers. */
 CGX_API int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peers);
+/* Which peers have not made the call with this number yet, and where they stand: for messages. */
+CGX_API void cgx_group_laggards(cgx_group* group, int64_t sequence, char* text, int64_t text_nbytes);
 CGX_API void cgx_group_fail(cgx_group* group, int status, const char* text);
 CGX_API int cgx_group_error(cgx_group* group, char* text, int64_t text_nbytes);
 /* Nanoseconds of the monotonic clock; zeros where the operation is too old to be remembered or not done. */

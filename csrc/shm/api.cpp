@@ -80,6 +80,10 @@ int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peers) {
   return look_at_peers ? group->inner.check_peers(sequence) : group->inner.check(sequence);
 }
 
+void cgx_group_laggards(cgx_group* group, int64_t sequence, char* text, int64_t text_nbytes) {
+  put(group->inner.laggards(sequence), text, text_nbytes);
+}
+
 void cgx_group_fail(cgx_group* group, int status, const char* text) { group->inner.fail(status, text); }
 
 int cgx_group_error(cgx_group* group, char* text, int64_t text_nbytes) {

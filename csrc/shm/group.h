@@ -48,6 +48,7 @@ class Group {
   int64_t completed() const { return completed_.load(std::memory_order_acquire); }
   int check(int64_t sequence);        // poison and lost step
   int check_peers(int64_t sequence);  // and peers that died
+  std::string laggards(int64_t sequence) const;
   void fail(int status, const std::string& text);
   int error(std::string* text);
   OperationTimes times(int64_t number) const;

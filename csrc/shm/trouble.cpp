@@ -111,6 +111,14 @@ int Group::check_peers(int64_t sequence) {
   return CGX_OK;
 }
 
+std::string Group::laggards(int64_t sequence) const {
+  std::string text;
+  for (int64_t peer = 0; peer < world_; ++peer)
+    if (peer != rank_ && ranks_[peer].noted.load(std::memory_order_acquire) < sequence)
+      text += (text.empty() ? "" : "; ") + name(peer) + " " + board_.position(peer);
+  return text;
+}
+
 int Group::fail_mismatch(int64_t peer, int64_t sequence) {
   fail(CGX_ERROR_MISMATCH, "ranks have lost step at operation " + std::to_string(sequence) + ": " + name(rank_) + " called " +
                                board_.describe(rank_, sequence) + ", " + name(peer) + " called " +

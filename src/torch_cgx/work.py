@@ -167,9 +167,12 @@ class CarriedWork(_PolledWork):
             kind = CGXTimeoutError
         elif "onnection" in text or "peer" in text:
             kind = PeerLostError
-        ours = kind(f"{self._what} failed in Gloo: {text}")
-        if self._group is not None:
-            self._group.fail(ours)
+        if self._group is None:
+            return kind(f"{self._what} failed: {text}")
+        behind = self._group.laggards(self._sequence)
+        who = f"{behind}. Make sure that all ranks call the same collectives. " if behind else ""
+        ours = kind(f"{self._what} failed: {who}({text})")
+        self._group.fail(ours)
         return ours
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:

@@ -74,9 +74,7 @@ print(torch_cgx.__file__)
 """
 
 
-def test_without_a_compiler_everything_but_the_native_library_is_installed(
-    tree: Path, tmp_path: Path
-) -> None:
+def test_without_a_compiler_everything_but_the_native_library_is_installed(tree: Path, tmp_path: Path) -> None:
     wheel = build_wheel(tree, CC="/bin/false", CXX="/bin/false")
     assert wheel.name.endswith("-py3-none-any.whl")
     target = tmp_path / "target"

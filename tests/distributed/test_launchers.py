@@ -91,14 +91,10 @@ def mpirun(library: str) -> str:
     for candidate in (own / "bin" / "mpirun", own / "mpich" / "bin" / "mpirun", *map(shutil.which, names)):
         if candidate is None or not Path(candidate).is_file():
             continue
-        version = subprocess.run(
-            [candidate, "--version"], capture_output=True, text=True, timeout=LIMIT_S
-        ).stdout
+        version = subprocess.run([candidate, "--version"], capture_output=True, text=True, timeout=LIMIT_S).stdout
         if {"Open MPI": "Open MPI", "MPICH": "HYDRA"}[library] in version:
             return str(candidate)
-    pytest.skip(
-        f"{library} is not installed: `make test` does it, or pip install {library.lower().replace(' ', '')}"
-    )
+    pytest.skip(f"{library} is not installed: `make test` does it, or pip install {library.lower().replace(' ', '')}")
 
 
 def start_two(library: str) -> list[str]:
@@ -115,9 +111,7 @@ def free_port() -> int:
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
     """Our own environment without any launcher's variables, where `import torch` finds the backend."""
-    launched = re.compile(
-        "(OMPI|PMIX?|PRTE|HYD[IR]A?|MPI|SLURM|TORCHELASTIC|CGX|MASTER|LOCAL)_|RANK$|WORLD_SIZE$"
-    )
+    launched = re.compile("(OMPI|PMIX?|PRTE|HYD[IR]A?|MPI|SLURM|TORCHELASTIC|CGX|MASTER|LOCAL)_|RANK$|WORLD_SIZE$")
     variables = {name: value for name, value in os.environ.items() if not launched.match(name)}
     variables |= {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -150,7 +144,7 @@ def finish(process: subprocess.Popen[str]) -> str:
         process.terminate()  # a launcher passes this on to ranks in groups of their own
         with contextlib.suppress(subprocess.TimeoutExpired):
             output, _ = process.communicate(timeout=10)
-        pytest.fail(f"not done after {LIMIT_S} s: {process.args}\n{output}")
+        pytest.fail(f"not done after {LIMIT_S} s: {process.args!r}\n{output}")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -256,13 +250,11 @@ def test_several_hosts_without_an_address_are_an_error_that_says_what_to_set(
 def test_several_hosts_with_an_address_meet(script: Path, environ: dict[str, str]) -> None:
     script.write_text(SCRIPT)
     address = ["-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", str(free_port())]
-    command = [*start_two("MPICH"), *TWO_HOSTS, *address, sys.executable, script]
+    command = [*start_two("MPICH"), *TWO_HOSTS, *address, sys.executable, str(script)]
     assert_both_ranks_have_the_sum(run(command, environ))
 
 
-def test_on_several_hosts_too_a_script_may_set_the_address_itself(
-    script: Path, environ: dict[str, str]
-) -> None:
+def test_on_several_hosts_too_a_script_may_set_the_address_itself(script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(TRANSLATES_BY_HAND, port=free_port(), **VARIABLES["MPICH"]))
     assert_both_ranks_have_the_sum(run([*start_two("MPICH"), *TWO_HOSTS, sys.executable, script], environ))
 

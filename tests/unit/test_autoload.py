@@ -21,9 +21,7 @@ def run(script: str, path: Path, **variables: str) -> subprocess.CompletedProces
     entry_points = path / "pytorch_cgx-0.0.0.dist-info" / "entry_points.txt"
     entry_points.parent.mkdir(exist_ok=True)
     entry_points.write_text("[torch.backends]\ncgx = _torch_cgx_autoload:register\n")
-    (entry_points.parent / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: pytorch-cgx\nVersion: 0.0.0\n"
-    )
+    (entry_points.parent / "METADATA").write_text("Metadata-Version: 2.1\nName: pytorch-cgx\nVersion: 0.0.0\n")
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environ |= {"PYTHONPATH": str(path), **variables}
     return subprocess.run(
@@ -35,9 +33,7 @@ def run(script: str, path: Path, **variables: str) -> subprocess.CompletedProces
 def installed(tmp_path: Path) -> Path:
     """A folder with copies of our modules that a test may break."""
     shutil.copy(SOURCE / "_torch_cgx_autoload.py", tmp_path)
-    shutil.copytree(
-        SOURCE / "torch_cgx", tmp_path / "torch_cgx", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(SOURCE / "torch_cgx", tmp_path / "torch_cgx", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 

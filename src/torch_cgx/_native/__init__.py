@@ -103,6 +103,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "cgx_group_kick": (None, [c_void_p]),
     "cgx_group_completed": (c_int64, [c_void_p]),
     "cgx_group_check": (c_int, [c_void_p, c_int64, c_int]),
+    "cgx_group_laggards": (None, [c_void_p, c_int64, c_char_p, c_int64]),
     "cgx_group_fail": (None, [c_void_p, c_int, c_char_p]),
     "cgx_group_error": (c_int, [c_void_p, c_char_p, c_int64]),
     "cgx_group_times": (None, [c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), POINTER(c_int64)]),

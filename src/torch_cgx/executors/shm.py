@@ -259,6 +259,12 @@ class SharedGroup:
         if status < 0:
             raise self.error(status)
 
+    def laggards(self, sequence: int) -> str:
+        """Which peers have not made this call yet, and where they stand; empty if all have."""
+        text = ctypes.create_string_buffer(2048)
+        self._lib.cgx_group_laggards(self._handle, sequence, text, len(text))
+        return text.value.decode(errors="replace")
+
     def fail(self, error: CGXError) -> None:
         """Tell all peers that this rank cannot go on."""
         status = next((status for status, kind in _ERRORS.items() if type(error) is kind), -4)
