@@ -14,8 +14,8 @@ How the columns are measured:
 - in communication: what communication adds to the training. Every few steps, forward and backward are also
   run under `no_sync()`, which leaves the all_reduces out; the median difference, times the steps. An
   all_reduce that hides behind backward costs nothing by this measure; waiting for the other rank counts.
-- a step without: a step less its communication. It should be the same in both trainings; where it is not, other
-  work kept the machine busier in one of them, and the times of a step do not compare.
+- a step without: a step less its communication. Both trainings compute the same, so it should be the same in
+  both; where it is not (other work on the machine, most likely), the times of a step do not compare.
 - bytes sent: by one rank for gradients in the whole training. cgx counts them (`torch_cgx.stats`). Gloo's
   all_reduce is a ring, in which each of n ranks sends (n - 1) / n of the data twice: with two ranks, that is
   the bytes of the gradients.
@@ -248,7 +248,10 @@ def main() -> int:
     print(f"\na step with cgx is {ratio:.2f} times as fast; loss curves: {picture}")
     alone_s = [result["alone_s"] for result in results.values()]
     if max(alone_s) > MUCH * min(alone_s):
-        print("other work slowed one of the trainings down: repeat this on a quiet machine")
+        print(
+            f"caution: computing alone took {max(alone_s) / min(alone_s):.2f} times as long in one training as in "
+            "the other, so the times of a step do not compare: repeat this on a quiet machine"
+        )
     print(f"all in {time.perf_counter() - start:.0f} s")
     return 0
 

@@ -1,4 +1,5 @@
-/* The native library of torch_cgx: quantizing kernels, and an executor that runs collective programs over shared memory.
+/* The native library of torch_cgx: quantizing kernels, and an executor that runs collective programs over shared
+ * memory.
  *
  * A plain C ABI over raw pointers. It knows nothing of torch, Python or MPI; every count is 64-bit; no function throws.
  * Functions that can fail return a cgx_status; a group keeps the text of its first failure (cgx_group_error).
@@ -101,9 +102,10 @@ typedef struct cgx_plan cgx_plan;
 
 /* slice_steps: n_slices + 1 ascending indices into steps. half_nbytes: what the largest slice needs in a half.
  * NULL where a table refers outside of another, or a payload outside of its slot. */
-CGX_API cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,
-                               int64_t n_slots, const int64_t* inputs, int64_t n_inputs, const cgx_step* steps,
-                               int64_t n_steps, const int64_t* slice_steps, int64_t n_slices, int64_t half_nbytes);
+CGX_API cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces,
+                               const cgx_slot* slots, int64_t n_slots, const int64_t* inputs, int64_t n_inputs,
+                               const cgx_step* steps, int64_t n_steps, const int64_t* slice_steps, int64_t n_slices,
+                               int64_t half_nbytes);
 CGX_API void cgx_plan_free(cgx_plan* plan);
 
 /* ---- groups: ranks of one host that share memory ---- */
@@ -167,7 +169,8 @@ CGX_API int cgx_group_wait(cgx_group* group, int64_t operation, int64_t slice_ms
 /* Lets the group's thread take over what a caller left in the middle. */
 CGX_API void cgx_group_kick(cgx_group* group);
 CGX_API int64_t cgx_group_completed(const cgx_group* group);
-/* Looks for trouble around an operation that another engine carries: poison and lost step, and, if asked, dead peers. */
+/* Looks for trouble around an operation that another engine carries: poison and lost step, and, if asked, dead peers.
+ */
 CGX_API int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peers);
 /* Which peers have not made the call with this number yet, and where they stand: for messages. */
 CGX_API void cgx_group_laggards(cgx_group* group, int64_t sequence, char* text, int64_t text_nbytes);

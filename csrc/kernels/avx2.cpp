@@ -78,9 +78,9 @@ struct Avx2 {
   }
 
   // 32 levels are 4 * Bits bytes. Neighbours are joined by multiply-adds: 8-bit fields of Bits bits to 16-bit fields of
-  // 2 Bits, those to 32-bit fields of 4 Bits, and a shift makes 64-bit words of 8 Bits, whose bytes a shuffle brings together.
-  // The stores are wider than what they hold; the next group overwrites the rest, and near the end of the stream (room)
-  // a copy takes just what belongs there.
+  // 2 Bits, those to 32-bit fields of 4 Bits, and a shift makes 64-bit words of 8 Bits, whose bytes a shuffle brings
+  // together. The stores are wider than what they hold; the next group overwrites the rest, and near the end of the
+  // stream (room) a copy takes just what belongs there.
   template <int Bits>
   static void pack4(Ints a, Ints b, Ints c, Ints d, uint8_t* out, int64_t room) {
     const Ints bytes = to_bytes(a, b, c, d);
@@ -95,8 +95,8 @@ struct Avx2 {
       const Ints factors16 = _mm256_set1_epi32(1 | (1 << (2 * Bits + 16)));
       const Ints fours = _mm256_madd_epi16(pairs, factors16);
       const Ints low = _mm256_set1_epi64x(0xFFFFFFFF);
-      const Ints eights =
-          _mm256_or_si256(_mm256_and_si256(fours, low), _mm256_srli_epi64(_mm256_andnot_si256(low, fours), 32 - 4 * Bits));
+      const Ints eights = _mm256_or_si256(_mm256_and_si256(fours, low),
+                                          _mm256_srli_epi64(_mm256_andnot_si256(low, fours), 32 - 4 * Bits));
       const Ints joined = _mm256_shuffle_epi8(eights, join_shuffle<Bits>());
       const __m128i first = _mm256_castsi256_si128(joined), second = _mm256_extracti128_si256(joined, 1);
       if (room >= 2 * Bits + 16) {

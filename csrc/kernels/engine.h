@@ -1,13 +1,15 @@
 // Encode, decode and reduce, written once over a SIMD level.
 //
-// A level is a struct with eight-lane vectors (Floats, Ints) and a few operations on them; see scalar.cpp, the shortest.
-// The engine walks pieces, pieces walk blocks, and a block stays in the first-level cache while it is worked on:
+// A level is a struct with eight-lane vectors (Floats, Ints) and a few operations on them; see scalar.cpp, the
+// shortest. The engine walks pieces, pieces walk blocks, and a block stays in the first-level cache while it is worked
+// on:
 //   encode: find the block's range, then quantize eight values at a time and pack their levels;
 //   decode: unpack eight levels at a time;
 //   reduce: own values plus each payload into a float32 scratch block, its range found in the last addition;
 //           then encode from the scratch block, writing the decoded values back in the same pass.
-// Levels form one bit stream over all blocks of a piece. Where every block starts at a byte (block size a multiple of 8, or
-// a single block) the eight-lane path runs; otherwise, and for the last few values of a piece, values go one by one.
+// Levels form one bit stream over all blocks of a piece. Where every block starts at a byte (block size a multiple of
+// 8, or a single block) the eight-lane path runs; otherwise, and for the last few values of a piece, values go one by
+// one.
 #pragma once
 
 #include <algorithm>
@@ -46,14 +48,16 @@ inline void write_level(uint8_t* levels, int64_t position, int32_t level) {
 template <class Level>
 struct NearestRounding {
   explicit NearestRounding(const cgx_rounding&, int64_t) {}
-  static constexpr bool kMayExceed = false;  // trunc((x - lo) * inverse + 1/2) <= L: the product is at most L (1 + 2^-22)
+  static constexpr bool kMayExceed =
+      false;  // trunc((x - lo) * inverse + 1/2) <= L: the product is at most L (1 + 2^-22)
   float at(int64_t) const { return 0.5f; }
   typename Level::Floats lanes(int64_t) const { return Level::splat(0.5f); }
 };
 
 template <class Level>
 struct RandomRounding {
-  RandomRounding(const cgx_rounding& rounding, int64_t index) : rounding_(rounding), key_(random_key(rounding, index)) {}
+  RandomRounding(const cgx_rounding& rounding, int64_t index)
+      : rounding_(rounding), key_(random_key(rounding, index)) {}
   static constexpr bool kMayExceed = true;
   float at(int64_t index) const { return random_unit(random_key(rounding_, index), index); }
   typename Level::Floats lanes(int64_t index) const { return Level::random(key_, static_cast<uint32_t>(index)); }
@@ -140,7 +144,8 @@ inline void quantize_block(const T* x, int64_t n, const BlockScale& scale, const
     const int64_t start = stream.position / 8 * Bits;
     constexpr int64_t group = 4 * kLanes;
     for (; i + group <= n; i += group) {
-      const auto a = quantize_lanes(i), b = quantize_lanes(i + 8), c = quantize_lanes(i + 16), d = quantize_lanes(i + 24);
+      const auto a = quantize_lanes(i), b = quantize_lanes(i + 8), c = quantize_lanes(i + 16),
+                 d = quantize_lanes(i + 24);
       const int64_t at = start + i / 8 * Bits;
       Level::template pack4<Bits>(a, b, c, d, levels + at, stream.end_nbytes - at);
     }
@@ -170,7 +175,8 @@ inline void flat_block(int64_t n, const Header& header, uint8_t* levels, Stream 
   }
 }
 
-// A block straddling a multiple of 2^32 changes its random key inside; so does none but that one: it goes value by value.
+// A block straddling a multiple of 2^32 changes its random key inside; so does none but that one: it goes value by
+// value.
 inline bool key_changes(int64_t index, int64_t n) { return (index >> 32) != ((index + n - 1) >> 32); }
 
 template <class Level, int Bits, class Rounding, class T, class Back>
@@ -225,7 +231,8 @@ void encode_quantized(const cgx_piece& piece, const PieceParts& parts, const T* 
   for_each_block(piece, parts, [&](int64_t first, int64_t n, int64_t block, Stream stream) {
     const T* x = values + first;
     encode_block<Level, Bits, Rounding>(x, n, range_of<Level>(x, n), how, piece.offset + first,
-                                        payload + block * sizeof(Header), payload + parts.levels, stream, NoWriteBack{});
+                                        payload + block * sizeof(Header), payload + parts.levels, stream,
+                                        NoWriteBack{});
   });
 }
 
@@ -235,9 +242,7 @@ void decode_quantized(const cgx_piece& piece, const PieceParts& parts, const uin
     T* x = values + first;
     dequantize_block<Level, Bits>(
         read_header(payload, block), payload + parts.levels, stream, n,
-        [&](int64_t i, typename Level::Floats v) {
-          Level::store(x + i, Add ? Level::add(Level::load(x + i), v) : v);
-        },
+        [&](int64_t i, typename Level::Floats v) { Level::store(x + i, Add ? Level::add(Level::load(x + i), v) : v); },
         [&](int64_t i, float v) { from_float(Add ? to_float(x[i]) + v : v, x + i); });
   });
 }
@@ -299,7 +304,8 @@ void add_raw(const uint8_t* payload, T* values, int64_t n) {
 }
 
 template <class Level, class T>
-inline void reduce_raw_one(T* values, const uint8_t* const* payloads, int64_t n_payloads, int64_t at, float scale, T* out) {
+inline void reduce_raw_one(T* values, const uint8_t* const* payloads, int64_t n_payloads, int64_t at, float scale,
+                           T* out) {
   float total = to_float(*values);
   for (int64_t k = 0; k < n_payloads; ++k) {
     T v;
@@ -347,15 +353,24 @@ inline void reduce_raw_double(double* values, const uint8_t* const* payloads, in
 template <class F>
 inline void with_bits(int64_t bits, F f) {
   switch (bits) {
-    case 1: return f.template run<1>();
-    case 2: return f.template run<2>();
-    case 3: return f.template run<3>();
-    case 4: return f.template run<4>();
-    case 5: return f.template run<5>();
-    case 6: return f.template run<6>();
-    case 7: return f.template run<7>();
-    case 8: return f.template run<8>();
-    default: return;
+    case 1:
+      return f.template run<1>();
+    case 2:
+      return f.template run<2>();
+    case 3:
+      return f.template run<3>();
+    case 4:
+      return f.template run<4>();
+    case 5:
+      return f.template run<5>();
+    case 6:
+      return f.template run<6>();
+    case 7:
+      return f.template run<7>();
+    case 8:
+      return f.template run<8>();
+    default:
+      return;
   }
 }
 
@@ -413,11 +428,11 @@ struct Engine {
       const size_t needed = static_cast<size_t>(std::min(piece.block, parts.quantized));
       if (scratch.size() < needed) scratch.resize(needed);
       if (how.stochastic)
-        reduce_quantized<Level, Bits, RandomRounding<Level>>(piece, parts, values, payloads, n_payloads, scale, out, how,
-                                                             scratch.data());
+        reduce_quantized<Level, Bits, RandomRounding<Level>>(piece, parts, values, payloads, n_payloads, scale, out,
+                                                             how, scratch.data());
       else
-        reduce_quantized<Level, Bits, NearestRounding<Level>>(piece, parts, values, payloads, n_payloads, scale, out, how,
-                                                              scratch.data());
+        reduce_quantized<Level, Bits, NearestRounding<Level>>(piece, parts, values, payloads, n_payloads, scale, out,
+                                                              how, scratch.data());
     }
   };
 
@@ -449,8 +464,8 @@ struct Engine {
   }
 
   template <class T>
-  static void reduce(const cgx_piece& piece, void* values, const uint8_t* const* payloads, int64_t n_payloads, double scale,
-                     uint8_t* slot, const cgx_rounding& how) {
+  static void reduce(const cgx_piece& piece, void* values, const uint8_t* const* payloads, int64_t n_payloads,
+                     double scale, uint8_t* slot, const cgx_rounding& how) {
     const PieceParts parts(piece, sizeof(T));
     T* x = static_cast<T*>(values) + piece.offset;
     uint8_t* out = slot + piece.payload;

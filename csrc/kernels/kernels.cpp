@@ -50,7 +50,8 @@ const cgx_kernels* kernels_of(int simd) {
 bool valid(const cgx_piece& piece, int dtype) {
   const bool raw = piece.bits == 32;
   if (!raw && (piece.bits < 1 || piece.bits > 8 || piece.block < 1 || dtype == CGX_FLOAT64)) return false;
-  return piece.offset >= 0 && piece.numel >= 0 && piece.payload >= 0 && piece.raw_tail >= 0 && piece.raw_tail <= piece.numel;
+  return piece.offset >= 0 && piece.numel >= 0 && piece.payload >= 0 && piece.raw_tail >= 0 &&
+         piece.raw_tail <= piece.numel;
 }
 
 bool valid(int dtype, const cgx_piece* pieces, int64_t n_pieces) {

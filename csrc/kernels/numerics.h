@@ -79,7 +79,8 @@ struct Range {
   bool has_nan;
 };
 
-// How a block is quantized: its header, and the reciprocal of its unit. Flat blocks (constant or NaN) have only levels 0.
+// How a block is quantized: its header, and the reciprocal of its unit. Flat blocks (constant or NaN) have only levels
+// 0.
 struct BlockScale {
   Header header;
   float inverse;
@@ -140,7 +141,7 @@ inline int64_t itemsize(int dtype) { return dtype == CGX_FLOAT64 ? 8 : dtype == 
 struct PieceParts {
   int64_t quantized;  // values that are quantized
   int64_t blocks;
-  int64_t levels;        // byte offset of the level stream
+  int64_t levels;  // byte offset of the level stream
   int64_t levels_nbytes;
   int64_t tail;  // byte offset of the raw values
   int64_t nbytes;

@@ -51,12 +51,12 @@ cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const i
   std::string problem = cgx::Segment::open(name, layout.nbytes, &segment);
   if (problem.empty()) {
     const auto* control = reinterpret_cast<const cgx::Control*>(segment.data());
-    if (control->magic != cgx::kMagic || control->world != world) problem = "the control segment is of another version or group";
+    if (control->magic != cgx::kMagic || control->world != world)
+      problem = "the control segment is of another version or group";
   }
   put(problem, error, error_nbytes);
   if (!problem.empty() || rank < 0 || rank >= world) return nullptr;
-  auto* group = new cgx_group{
-      {std::move(segment), rank, world, global_ranks, simd, segment_limit_nbytes}, layout};
+  auto* group = new cgx_group{{std::move(segment), rank, world, global_ranks, simd, segment_limit_nbytes}, layout};
   group->inner.start(operation_names, dtype_names, reduction_names);
   return group;
 } catch (const std::exception& e) {
@@ -72,7 +72,9 @@ int64_t cgx_group_submit(cgx_group* group, const cgx_call* call, cgx_submission*
   return CGX_ERROR_ARGUMENT;
 }
 
-int cgx_group_wait(cgx_group* group, int64_t operation, int64_t slice_ms) { return group->inner.wait(operation, slice_ms); }
+int cgx_group_wait(cgx_group* group, int64_t operation, int64_t slice_ms) {
+  return group->inner.wait(operation, slice_ms);
+}
 void cgx_group_kick(cgx_group* group) { group->inner.kick(); }
 int64_t cgx_group_completed(const cgx_group* group) { return group->inner.completed(); }
 
@@ -93,7 +95,8 @@ int cgx_group_error(cgx_group* group, char* text, int64_t text_nbytes) {
   return status;
 }
 
-void cgx_group_times(const cgx_group* group, int64_t operation, int64_t* submitted, int64_t* started, int64_t* finished) {
+void cgx_group_times(const cgx_group* group, int64_t operation, int64_t* submitted, int64_t* started,
+                     int64_t* finished) {
   const cgx::OperationTimes times = group->inner.times(operation);
   *submitted = times.submitted_ns;
   *started = times.started_ns;

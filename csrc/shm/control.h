@@ -3,10 +3,12 @@
 // Rules of the protocol (docs/design.md tells them in full):
 //   flag    the writer of a slot stores the slice's number there, with release, once the payload is whole;
 //   done    a rank stores the number of the slice that it has left behind: it will read nothing of it any more;
-//   halves  slice t lives in half t mod 2 of the data segment, so a rank may write slice t once all peers are done with t - 2;
-//   bell    a rank that sleeps says on whom it waits, looks once more, and sleeps on its bell; whoever stores a flag or a done
+//   halves  slice t lives in half t mod 2 of the data segment, so a rank may write slice t once all peers are done with
+//   t - 2; bell    a rank that sleeps says on whom it waits, looks once more, and sleeps on its bell; whoever stores a
+//   flag or a done
 //           rings the bells of those that wait on it. Both sides put a full fence between their store and their look.
-// All fields are atomic or written once before the segment is shared. Nothing read here is trusted as a length or index.
+// All fields are atomic or written once before the segment is shared. Nothing read here is trusted as a length or
+// index.
 #pragma once
 
 #include <atomic>

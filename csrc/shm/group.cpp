@@ -208,8 +208,7 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
       const int status = wait_for(op, flag(slot.writer, slot.flag).slice, slice_number_, slot.writer, until_ns);
       count(kWaitNs, now_ns() - begin_ns);
       // The peer noted its call before it wrote the payload: reading another call's payload is impossible from here on.
-      if (status == CGX_OK && board_.differs(slot.writer, op.sequence))
-        return fail_mismatch(slot.writer, op.sequence);
+      if (status == CGX_OK && board_.differs(slot.writer, op.sequence)) return fail_mismatch(slot.writer, op.sequence);
       return status;
     }
     case CGX_STEP_REDUCE: {
@@ -217,8 +216,8 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
       for (size_t i = 0; i < payloads.size(); ++i)
         payloads[i] = slot_data(op, plan.inputs[static_cast<size_t>(step.first_input) + i]);
       rounding.stage = 1;
-      cgx_reduce(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs, op.what.scale,
-                 slot_data(op, step.slot), &rounding);
+      cgx_reduce(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
+                 op.what.scale, slot_data(op, step.slot), &rounding);
       count(kReduceNs, now_ns() - begin_ns);
       return CGX_OK;
     }
@@ -231,8 +230,8 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
 
 // ---- the data segment ----
 
-// Every rank comes here with the same need, because plans are the same on all. Rank 0 makes a larger segment; the others map
-// it; once all have, its name is removed.
+// Every rank comes here with the same need, because plans are the same on all. Rank 0 makes a larger segment; the
+// others map it; once all have, its name is removed.
 int Group::ensure_segment(const Operation& op, int64_t until_ns) {
   const int64_t needed = 2 * op.what.plan->half_nbytes;
   if (needed <= data_.nbytes() && !created_generation_) return CGX_OK;

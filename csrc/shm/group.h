@@ -1,8 +1,8 @@
 // One rank's view of a group on shared memory: its queue of operations, and who runs them.
 //
-// Operations run in the order of submission, one at a time, by whoever holds the role: the group's own thread, or a caller
-// that waits (so that a synchronous call needs no hand-over between threads). An operation can be left in the middle, at a
-// wait, and taken up by another holder.
+// Operations run in the order of submission, one at a time, by whoever holds the role: the group's own thread, or a
+// caller that waits (so that a synchronous call needs no hand-over between threads). An operation can be left in the
+// middle, at a wait, and taken up by another holder.
 #pragma once
 
 #include <condition_variable>
@@ -37,7 +37,8 @@ struct OperationTimes {
 
 class Group {
  public:
-  Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, int simd, int64_t segment_limit_nbytes);
+  Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, int simd,
+        int64_t segment_limit_nbytes);
   ~Group();
 
   void start(const char* operations, const char* dtypes, const char* reductions);
@@ -57,7 +58,18 @@ class Group {
   void close();
 
  private:
-  enum Counter { kOperations, kCompressed, kBefore, kAfter, kSent, kEncodeNs, kWaitNs, kReduceNs, kDecodeNs, kCounters };
+  enum Counter {
+    kOperations,
+    kCompressed,
+    kBefore,
+    kAfter,
+    kSent,
+    kEncodeNs,
+    kWaitNs,
+    kReduceNs,
+    kDecodeNs,
+    kCounters
+  };
 
   // Running; only by the holder of the role. `until_ns`: give up waiting then (CGX_PENDING), though not for good.
   int run_queue(int64_t target, int64_t until_ns);

@@ -54,12 +54,11 @@ bool cgx_plan::consistent(int64_t world, int64_t flags_per_rank) const {
   }
   for (size_t i = 0; i + 1 < slice_steps.size(); ++i)
     if (slice_steps[i] > slice_steps[i + 1]) return false;
-  return !slice_steps.empty() && slice_steps.front() == 0 &&
-         slice_steps.back() == static_cast<int64_t>(steps.size());
+  return !slice_steps.empty() && slice_steps.front() == 0 && slice_steps.back() == static_cast<int64_t>(steps.size());
 }
 
-cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots, int64_t n_slots,
-                       const int64_t* inputs, int64_t n_inputs, const cgx_step* steps, int64_t n_steps,
+cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,
+                       int64_t n_slots, const int64_t* inputs, int64_t n_inputs, const cgx_step* steps, int64_t n_steps,
                        const int64_t* slice_steps, int64_t n_slices, int64_t half_nbytes) try {
   using cgx::ControlLayout;
   auto plan = std::make_unique<cgx_plan>();

@@ -1,4 +1,5 @@
-// Waiting for peers, and everything that can go wrong meanwhile: the part of Group that keeps the promises "no hang" and "no lie".
+// Waiting for peers, and everything that can go wrong meanwhile: the part of Group that keeps the promises "no hang"
+// and "no lie".
 #include <sched.h>
 
 #include <algorithm>
@@ -65,19 +66,18 @@ int Group::look_for_trouble(const Operation& op, int64_t peer) {
   if (left || watch_.is_dead(peer, them.pid.load(), them.start_time.load())) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (poison_arrived()) return status_.load();
-    fail(CGX_ERROR_PEER_LOST,
-         name(rank_) + " lost " + name(peer) + " in " + operation_name(op) + ": its process (pid " +
-             std::to_string(them.pid.load()) + ") " +
-             (left ? "has left the group (destroy_process_group, or the end of its script)"
-                   : "is gone (killed, crashed or out of memory)") +
-             ". Look at that rank's output for the cause, then restart all ranks.");
+    fail(CGX_ERROR_PEER_LOST, name(rank_) + " lost " + name(peer) + " in " + operation_name(op) +
+                                  ": its process (pid " + std::to_string(them.pid.load()) + ") " +
+                                  (left ? "has left the group (destroy_process_group, or the end of its script)"
+                                        : "is gone (killed, crashed or out of memory)") +
+                                  ". Look at that rank's output for the cause, then restart all ranks.");
     return CGX_ERROR_PEER_LOST;
   }
   const int64_t waited_ms = (now_ns() - op.started_ns) / 1000000;
   if (waited_ms >= op.what.timeout_ms) {
     fail(CGX_ERROR_TIMEOUT,
-         name(rank_) + " waited " + std::to_string(waited_ms) + " ms for " + name(peer) + " in " + operation_name(op) + "; " +
-             name(peer) + " " + board_.position(peer) +
+         name(rank_) + " waited " + std::to_string(waited_ms) + " ms for " + name(peer) + " in " + operation_name(op) +
+             "; " + name(peer) + " " + board_.position(peer) +
              ". Make sure that all ranks call the same collectives, or give init_process_group a longer timeout.");
     return CGX_ERROR_TIMEOUT;
   }
@@ -101,11 +101,11 @@ int Group::check_peers(int64_t sequence) {
     const RankControl& them = ranks_[peer];
     if (peer == rank_ || them.life.load(std::memory_order_acquire) == kLeft) continue;
     if (!watch_.is_dead(peer, them.pid.load(), them.start_time.load())) continue;
-    fail(CGX_ERROR_PEER_LOST, name(rank_) + " lost " + name(peer) + " in operation " + std::to_string(sequence) + ", " +
-                                  board_.describe(rank_, sequence) + ": its process (pid " +
-                                  std::to_string(them.pid.load()) +
-                                  ") is gone (killed, crashed or out of memory). Look at that rank's output for the cause, "
-                                  "then restart all ranks.");
+    fail(CGX_ERROR_PEER_LOST,
+         name(rank_) + " lost " + name(peer) + " in operation " + std::to_string(sequence) + ", " +
+             board_.describe(rank_, sequence) + ": its process (pid " + std::to_string(them.pid.load()) +
+             ") is gone (killed, crashed or out of memory). Look at that rank's output for the cause, "
+             "then restart all ranks.");
     return CGX_ERROR_PEER_LOST;
   }
   return CGX_OK;
@@ -120,10 +120,10 @@ std::string Group::laggards(int64_t sequence) const {
 }
 
 int Group::fail_mismatch(int64_t peer, int64_t sequence) {
-  fail(CGX_ERROR_MISMATCH, "ranks have lost step at operation " + std::to_string(sequence) + ": " + name(rank_) + " called " +
-                               board_.describe(rank_, sequence) + ", " + name(peer) + " called " +
-                               board_.describe(peer, sequence) +
-                               ". All ranks must make the same calls with the same shapes, types and settings, in one order.");
+  fail(CGX_ERROR_MISMATCH,
+       "ranks have lost step at operation " + std::to_string(sequence) + ": " + name(rank_) + " called " +
+           board_.describe(rank_, sequence) + ", " + name(peer) + " called " + board_.describe(peer, sequence) +
+           ". All ranks must make the same calls with the same shapes, types and settings, in one order.");
   return status_.load();
 }
 

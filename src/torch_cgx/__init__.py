@@ -1,7 +1,7 @@
 """torch_cgx: a torch.distributed backend, "cgx", whose allreduce sends 1 to 8 bits a value.
 
-Importing it registers the backend (so does `import torch` alone, where this package is installed) and, under mpirun or srun,
-sets RANK and WORLD_SIZE. The names below are the public interface.
+Importing it registers the backend (so does `import torch` alone, where this package is installed) and, under mpirun
+or srun, sets RANK and WORLD_SIZE. The names below are the public interface.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ __all__ = [
 def stats(group: Any = None) -> dict[str, float]:
     """What this rank has sent, and where the time went, on a group with backend "cgx" (None: the default group).
 
-    Keys: operations, compressed_operations, bytes_before, bytes_after (of the tensors, compressed), bytes_sent (to all peers),
-    encode_s, wait_s, reduce_s, decode_s.
+    Keys: operations, compressed_operations, bytes_before, bytes_after (of the tensors, compressed), bytes_sent (to
+    all peers), encode_s, wait_s, reduce_s, decode_s.
     """
     return _cgx_group(group).stats()
 
@@ -59,10 +59,11 @@ def reset_stats(group: Any = None) -> None:
 
 
 def register_layer(bucket_idx: int, layer_idx: int, numel: int, bits: int, bucket_size: int) -> None:
-    """Tell the default group that layer `layer_idx` of grad bucket `bucket_idx` has so many values, bits and bucket size.
+    """Tell the default group that layer `layer_idx` of grad bucket `bucket_idx` has so many values, bits and bucket
+    size.
 
-    An all_reduce on the default group with as many values as the layers of a grad bucket together is then compressed layer
-    by layer, where compression is on. All ranks must register alike.
+    An all_reduce on the default group with as many values as the layers of a grad bucket together is then compressed
+    layer by layer, where compression is on. All ranks must register alike.
     """
     _cgx_group(None).layers.register(bucket_idx, layer_idx, numel, bits, bucket_size)
 

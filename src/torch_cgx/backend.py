@@ -1,8 +1,8 @@
 """`ProcessGroupCGX`: what is compressed, in which order, and who carries it. No arithmetic.
 
-Every collective is first noted on the group's board, so that ranks that lose step find out. Then it goes to Gloo (CPU) or
-NCCL (CUDA), which this group registers in itself, except for what we make faster or smaller: the allreduce family and
-the barrier, which run as programs over shared memory or, without it, over messages.
+Every collective is first noted on the group's board, so that ranks that lose step find out. Then it goes to Gloo
+(CPU) or NCCL (CUDA), which this group registers in itself, except for what we make faster or smaller: the allreduce
+family and the barrier, which run as programs over shared memory or, without it, over messages.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ProcessGroupCGX(CarriedCollectives):
 
     # ---- what torch asks a group ----
 
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+    def getBackendName(self) -> str:  # torch's name for it
         return "cgx"
 
     @property
@@ -257,9 +257,7 @@ class ProcessGroupCGX(CarriedCollectives):
             pending.append((number, (prepared, tensor)))
         return SharedWork(shared, number, (prepared, tensor), result, self._completions)
 
-    def _prepare(
-        self, key: object, tensor: Tensor, compression: Compression, reduction: str, scale: float
-    ) -> Prepared:
+    def _prepare(self, key: object, tensor: Tensor, compression: Compression, reduction: str, scale: float) -> Prepared:
         call = collective_call(
             "all_reduce",
             tensor.dtype,
@@ -345,9 +343,7 @@ class ProcessGroupCGX(CarriedCollectives):
         if self._barrier is None:
             self._barrier = self._prepare_call(collective_call("barrier"), values, Compression(32), 1.0)
         timeout_ms = _milliseconds(opts.timeout, self._timeout)
-        return self._submit_shared(
-            self._shared, self._barrier, values, [], timeout_ms, getattr(opts, "asyncOp", True)
-        )
+        return self._submit_shared(self._shared, self._barrier, values, [], timeout_ms, getattr(opts, "asyncOp", True))
 
     def _barrier_backend(self, opts: Any) -> Any:
         on_cuda = self._nccl is not None and opts.device is not None and opts.device.type == "cuda"

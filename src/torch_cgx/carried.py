@@ -1,7 +1,7 @@
 """The collectives that torch's own engines carry: signatures, and what each says on the board. No decisions.
 
-Method names and argument orders are those of `torch.distributed.ProcessGroup`, which Python and, through trampolines, C++
-(DDP, functional collectives) call.
+Method names and argument orders are those of `torch.distributed.ProcessGroup`, which Python and, through trampolines,
+C++ (DDP, functional collectives) call.
 """
 
 from __future__ import annotations

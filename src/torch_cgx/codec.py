@@ -26,8 +26,8 @@ def quantize(
 ) -> Tensor:
     """The payload of a tensor, as docs/wire_format.md defines it: a uint8 tensor of `payload_nbytes` bytes.
 
-    `stochastic` rounds up or down at random, without bias; the same `seed` gives the same payload, and None draws a seed from
-    torch's generator. `out`, if given, is filled and returned.
+    `stochastic` rounds up or down at random, without bias; the same `seed` gives the same payload, and None draws a
+    seed from torch's generator. `out`, if given, is filled and returned.
     """
     _check_values("x", x)
     if seed is None:
@@ -66,8 +66,8 @@ def dequantize(
     _check_values("out", out)
     if out.dtype != dtype or out.numel() != numel or not out.is_contiguous():
         raise ValueError(
-            f"out: expected a contiguous tensor of {numel} values of {dtype}, got shape {tuple(out.shape)}, {out.dtype}, "
-            f"strides {out.stride()}"
+            f"out: expected a contiguous tensor of {numel} values of {dtype}, "
+            f"got shape {tuple(out.shape)}, {out.dtype}, strides {out.stride()}"
         )
     _kernels().decode(_pieces(numel, bits, bucket_size), payload, out.detach().view(-1), add=add)
     return out

@@ -1,7 +1,7 @@
 """What this process has asked for at run time: `set_default` and `uncompressed`.
 
-Process-wide on purpose, because the all_reduces of a training come from autograd's threads as well as from the caller's.
-What a hook hands to an allreduce does not pass here.
+Process-wide on purpose, because the all_reduces of a training come from autograd's threads as well as from the
+caller's. What a hook hands to an allreduce does not pass here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _EXACT = Compression(bits=32)
 
 
 def set_default(*, bits: int | None = None, bucket_size: int | None = None) -> None:
-    """Compress the all_reduces of this process from now on with so many bits (1 to 8, or 32: exact) and values a bucket.
+    """Compress the all_reduces of this process from now on with so many bits (1 to 8, or 32: exact) and values a
+    bucket.
 
     Takes the place of CGX_COMPRESSION_QUANTIZATION_BITS and CGX_COMPRESSION_BUCKET_SIZE; what is None goes back to its
     variable. All ranks must call it between the same two operations.
@@ -38,8 +39,9 @@ def set_default(*, bits: int | None = None, bucket_size: int | None = None) -> N
 def uncompressed() -> Iterator[None]:
     """All all_reduces that this process issues meanwhile are exact, on all its groups and from all its threads.
 
-    That includes those of a backward pass that autograd's threads issue while the block lasts. An operation counts as issued
-    when it is called, not when it is waited for. All ranks must enter and leave between the same two operations.
+    That includes those of a backward pass that autograd's threads issue while the block lasts. An operation counts as
+    issued when it is called, not when it is waited for. All ranks must enter and leave between the same two
+    operations.
     """
     global _exact_depth
     with _lock:

@@ -1,7 +1,8 @@
 """The table behind `register_layer`: which layers lie in which grad bucket, for scripts that tell so by hand.
 
 A table belongs to one group (the default group, through the functions in the package). An all_reduce whose number of
-values is that of a registered grad bucket is compressed layer by layer. Hooks do not use it: they hand their layers over.
+values is that of a registered grad bucket is compressed layer by layer. Hooks do not use it: they hand their layers
+over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the ranks of a new group get to know each other: version, settings, who shares memory with whom.
 
-Everything goes through the group's store, as JSON, never as pickles. At the end every rank knows the same facts, or every
-rank raises the same error.
+Everything goes through the group's store, as JSON, never as pickles. At the end every rank knows the same facts, or
+every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def open_shared_group(
     names: tuple[Sequence[str], Sequence[str], Sequence[str]],
     settings: Settings,
 ) -> SharedGroup | None:
-    """The group's shared memory, mapped by all ranks and already without a name; None (said once) where that cannot be."""
+    """The group's shared memory, mapped by all ranks and nameless by now; None (said once) where that cannot be."""
     if rank == 0:
         store.set("control", json.dumps(_create_control(world)))
     control = _read(store, "control")
@@ -153,8 +153,9 @@ def _compare(first: dict[str, Any], other: dict[str, Any], first_rank: int, othe
         )
     differing = [name for name, value in first["settings"].items() if other["settings"].get(name) != value]
     if differing:
+        ours, theirs = first["settings"], other["settings"]
         shown = "; ".join(
-            f"{name}: rank {first_rank} has {first['settings'][name]!r}, rank {other_rank} has {other['settings'].get(name)!r}"
+            f"{name}: rank {first_rank} has {ours[name]!r}, rank {other_rank} has {theirs.get(name)!r}"
             for name in differing
         )
         raise MismatchError(f"all ranks need the same CGX_* settings: {shown}")

@@ -1,8 +1,8 @@
 """Handles on operations under way: what `all_reduce(..., async_op=True)` returns.
 
-Waiting happens in slices, natively and without the GIL; between two slices Python looks at signals, so that Ctrl-C ends a
-wait. Futures are completed by a thread of their own, started only where somebody asks for a future, because callbacks
-of futures may themselves wait for collectives.
+Waiting happens in slices, natively and without the GIL; between two slices Python looks at signals, so that Ctrl-C
+ends a wait. Futures are completed by a thread of their own, started only where somebody asks for a future, because
+callbacks of futures may themselves wait for collectives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIRST_CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for ope
 
 
 class _PolledWork(Work):
-    """What the kinds of work here share: `_poll` waits for at most a slice, and raises what the operation failed with."""
+    """What the kinds of work share: `_poll` waits for at most a slice, and raises what the operation failed with."""
 
     def __init__(self, result: list[torch.Tensor], completions: Completions) -> None:
         super().__init__()

@@ -32,9 +32,7 @@ def digest(x: Tensor) -> str:
     return hashlib.sha1(x.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def within_bound(
-    x: Tensor, world: int, bits: int, block: int = 512, average: bool = False, **more: float
-) -> None:
+def within_bound(x: Tensor, world: int, bits: int, block: int = 512, average: bool = False, **more: float) -> None:
     inputs = [noise(r, x.numel(), x.dtype) for r in range(world)]
     expected, allowed = error_bound(inputs, bits, block, 1 / world if average else 1.0, **more)
     error = (x.double() - expected).abs()

@@ -275,9 +275,7 @@ def interrupted(me: Rank, name: str) -> None:
         me.store.set("rank 0 has raised", "")
 
 
-@pytest.mark.parametrize(
-    "name", ["all_reduce", "large all_reduce", "async all_reduce", "broadcast", "barrier"]
-)
+@pytest.mark.parametrize("name", ["all_reduce", "large all_reduce", "async all_reduce", "broadcast", "barrier"])
 def test_ctrl_c_ends_a_waiting_rank(name: str) -> None:
     first, second = observe_ranks(interrupted, 2, "cgx", name, real_exit=True)
     raised(first, "KeyboardInterrupt")
@@ -308,9 +306,7 @@ def leave_work_pending(me: Rank, what: str) -> None:
     dist.all_reduce(torch.ones(100))
     if me.rank == 0:
         x: Tensor = torch.ones(2_000_000 if what == "large" else 100)
-        work = (
-            dist.broadcast(x, 1, async_op=True) if what == "broadcast" else dist.all_reduce(x, async_op=True)
-        )
+        work = dist.broadcast(x, 1, async_op=True) if what == "broadcast" else dist.all_reduce(x, async_op=True)
         if what == "future":
             assert work is not None
             _pending.append(work.get_future().then(lambda future: future.value()))
@@ -324,9 +320,7 @@ def leave_work_pending(me: Rank, what: str) -> None:
 @pytest.mark.parametrize("destroy", [False, True], ids=["kept", "destroyed"])
 @pytest.mark.parametrize("what", ["small", "large", "broadcast", "future"])
 def test_the_interpreter_exits_with_work_pending(what: str, destroy: bool) -> None:
-    outcomes = observe_ranks(
-        leave_work_pending, 2, "cgx", what, destroy=destroy, real_exit=True, timeout_s=15.0
-    )
+    outcomes = observe_ranks(leave_work_pending, 2, "cgx", what, destroy=destroy, real_exit=True, timeout_s=15.0)
     for outcome in outcomes:
         assert outcome.exit_code >= 0 and not outcome.timed_out, describe([outcome])
 

@@ -93,9 +93,7 @@ def test_doctor_says_ready(capsys: Capture) -> None:
     assert any(line.split()[:1] == ["torch"] for line in lines)
 
 
-def test_doctor_prints_json_with_the_settings_in_force(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_prints_json_with_the_settings_in_force(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "4")
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

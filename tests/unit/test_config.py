@@ -43,9 +43,7 @@ def test_without_variables_the_defaults_hold_and_nothing_is_compressed() -> None
         ("CGX_SIMD", "AVX2", "simd", "avx2"),
     ],
 )
-def test_a_variable_sets_its_field_and_no_other(
-    variable: str, value: str, field: str, expected: object
-) -> None:
+def test_a_variable_sets_its_field_and_no_other(variable: str, value: str, field: str, expected: object) -> None:
     settings = Settings.from_environ({variable: value})
     assert getattr(settings, field) == expected
     others = [f.name for f in fields(Settings) if f.name != field]
@@ -109,9 +107,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
 
 
 def test_variables_of_others_and_unknown_ones_are_left_alone() -> None:
-    assert (
-        Settings.from_environ({"CGX_TRACE_DIR": "/x", "MPI_HOME": "/y", "OMP_NUM_THREADS": "7"}) == Settings()
-    )
+    assert Settings.from_environ({"CGX_TRACE_DIR": "/x", "MPI_HOME": "/y", "OMP_NUM_THREADS": "7"}) == Settings()
 
 
 def test_this_process_s_variables_are_read_where_no_mapping_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

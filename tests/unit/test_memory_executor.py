@@ -99,9 +99,7 @@ def test_mixed_layers_end_with_the_same_bits_whatever_the_order_of_events(
 
 @given(layers=layers_lists, world=st.integers(2, 5), seed=st.integers(0, 2**32))
 @settings(max_examples=30)
-def test_every_chunk_is_the_owner_s_values_then_the_others_by_rank(
-    layers: list[Layer], world: int, seed: int
-) -> None:
+def test_every_chunk_is_the_owner_s_values_then_the_others_by_rank(layers: list[Layer], world: int, seed: int) -> None:
     """The executor against three kernel calls a chunk, without programs."""
     numel = sum(layer.numel for layer in layers)
     values = random_values(numel, world, torch.float32, seed)
@@ -170,9 +168,7 @@ def test_ranks_round_with_their_own_rank_and_the_sum_with_stage_one() -> None:
     seen: list[tuple[str, int, int, int]] = []
 
     class Recording(ReferenceKernels):
-        def encode(
-            self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding
-        ) -> None:
+        def encode(self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding) -> None:
             seen.append(("encode", rounding.op, rounding.rank, rounding.stage))
             super().encode(pieces, values, payload, rounding)
 
@@ -222,9 +218,7 @@ def test_kernels_that_leave_bytes_unwritten_show() -> None:
     found: list[int] = []
 
     class Lazy(ReferenceKernels):
-        def encode(
-            self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding
-        ) -> None:
+        def encode(self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding) -> None:
             found.extend(payload.tolist())
             super().encode(pieces, values, payload, rounding)
 

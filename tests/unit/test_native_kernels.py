@@ -1,4 +1,4 @@
-"""The native kernels against the plain-torch oracle, to the byte: every width, dtype, SIMD level, rounding and awkward length."""
+"""The native kernels against the plain-torch oracle, to the byte: widths, dtypes, SIMD levels, awkward lengths."""
 
 from __future__ import annotations
 

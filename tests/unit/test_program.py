@@ -74,9 +74,7 @@ def test_a_circular_wait_is_refused_and_shown() -> None:
         (Receive("a", 0), Encode(0, "c"), Send("c", 2)),
         (Receive("c", 1), Encode(0, "b"), Send("b", 0)),
     )
-    assert text.startswith("circular wait") and all(
-        f"rank {rank} waits at step 1" in text for rank in range(3)
-    )
+    assert text.startswith("circular wait") and all(f"rank {rank} waits at step 1" in text for rank in range(3))
 
 
 def test_only_the_ranks_of_the_circle_are_shown() -> None:

@@ -54,9 +54,7 @@ def by_definition(seed: int, op: int, rank: int, stage: int, index: int) -> floa
     start=st.integers(0, 2**40),
     numel=st.integers(0, 9),
 )
-def test_numbers_are_those_of_the_definition(
-    seed: int, op: int, rank: int, stage: int, start: int, numel: int
-) -> None:
+def test_numbers_are_those_of_the_definition(seed: int, op: int, rank: int, stage: int, start: int, numel: int) -> None:
     drawn = uniform(Rounding(True, seed, op, rank, stage), start, numel)
     assert drawn.dtype == torch.float32
     expected = [by_definition(seed, op, rank, stage, start + i) for i in range(numel)]

@@ -131,9 +131,7 @@ def by_definition(x: Tensor, quantizer: MaxMin, rounding: Rounding) -> bytes:
     skip=st.booleans(),
     rounding=roundings,
 )
-def test_payloads_are_those_of_the_definition(
-    x: Tensor, bits: int, block: int, skip: bool, rounding: Rounding
-) -> None:
+def test_payloads_are_those_of_the_definition(x: Tensor, bits: int, block: int, skip: bool, rounding: Rounding) -> None:
     quantizer = MaxMin(bits, block, skip)
     assert bytes(encode(x, quantizer, rounding).tolist()) == by_definition(x, quantizer, rounding)
 
@@ -182,9 +180,7 @@ def test_a_block_s_unit_and_minimum_span_its_values(x: Tensor, bits: int, block:
 
 
 @given(value=ordinary, dtype=dtypes, numel=st.integers(1, 40), bits=all_bits, rounding=roundings)
-def test_constant_blocks_are_exact(
-    value: float, dtype: torch.dtype, numel: int, bits: int, rounding: Rounding
-) -> None:
+def test_constant_blocks_are_exact(value: float, dtype: torch.dtype, numel: int, bits: int, rounding: Rounding) -> None:
     x = torch.full((numel,), value).to(dtype)
     if not torch.isfinite(x).all():
         return
@@ -236,9 +232,7 @@ def test_a_spread_that_overflows_makes_its_block_nan(bits: int, dtype: torch.dty
     assert decode(encode(x, quantizer), x, quantizer).isnan().all()
 
 
-@given(
-    values=st.lists(st.integers(-(2**22), 2**22), min_size=2, max_size=40), bits=all_bits, rounding=roundings
-)
+@given(values=st.lists(st.integers(-(2**22), 2**22), min_size=2, max_size=40), bits=all_bits, rounding=roundings)
 def test_subnormals_are_kept_to_the_smallest_unit(values: list[int], bits: int, rounding: Rounding) -> None:
     """Integers times the smallest subnormal: nothing is flushed to zero."""
     x = torch.tensor(values, dtype=torch.float64).mul(2.0**-149).to(torch.float32)
@@ -280,9 +274,7 @@ def test_the_stochastic_mean_is_unbiased_and_converges(bits: int) -> None:
 def test_stochastic_errors_of_different_ranks_operations_and_stages_cancel() -> None:
     x = torch.linspace(-1, 1, 1000)
     quantizer = MaxMin(2, 1000)
-    roundings = [
-        Rounding(True, 9, op, rank, stage) for op in range(8) for rank in range(8) for stage in (0, 1)
-    ]
+    roundings = [Rounding(True, 9, op, rank, stage) for op in range(8) for rank in range(8) for stage in (0, 1)]
     mean = torch.stack([decode(encode(x, quantizer, r), x, quantizer) for r in roundings]).mean(0)
     one = decode(encode(x, quantizer, roundings[0]), x, quantizer)
     assert (mean - x).square().mean() < (one - x).square().mean() / len(roundings) * 1.5
@@ -352,9 +344,7 @@ def test_reduce_is_decode_add_in_order_scale_encode_and_decode_back(
 
 @given(
     layers=st.lists(
-        st.tuples(
-            st.integers(1, 50), st.sampled_from([1, 3, 5, 8, 32]), st.sampled_from([1, 8, 12]), st.booleans()
-        ),
+        st.tuples(st.integers(1, 50), st.sampled_from([1, 3, 5, 8, 32]), st.sampled_from([1, 8, 12]), st.booleans()),
         min_size=1,
         max_size=5,
     ),

@@ -44,9 +44,7 @@ def test_peers_are_summed_in_ascending_order(world: int) -> None:
 
 @pytest.mark.parametrize("world", range(2, 13))
 def test_no_two_ranks_encode_for_the_same_owner_at_the_same_time(world: int) -> None:
-    orders = [
-        [step.chunk for step in steps if isinstance(step, Encode)] for steps in programs([True] * world)
-    ]
+    orders = [[step.chunk for step in steps if isinstance(step, Encode)] for steps in programs([True] * world)]
     for owners in zip(*orders, strict=True):
         assert sorted(owners) == list(range(world))
 

@@ -82,13 +82,17 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "cgx_decode": (c_int, [c_int, c_int, POINTER(Piece), c_int64, c_void_p, c_void_p, c_int]),
     "cgx_reduce": (
         c_int,
-        [c_int, c_int, POINTER(Piece), c_int64, c_void_p, POINTER(c_void_p), c_int64, c_double, c_void_p]
-        + [POINTER(Rounding)],
+        [
+            *(c_int, c_int, POINTER(Piece), c_int64, c_void_p, POINTER(c_void_p), c_int64, c_double, c_void_p),
+            POINTER(Rounding),
+        ],
     ),
     "cgx_plan_new": (
         c_void_p,
-        [c_int64, c_int, POINTER(Piece), c_int64, POINTER(Slot), c_int64, POINTER(c_int64), c_int64]
-        + [POINTER(Step), c_int64, POINTER(c_int64), c_int64, c_int64],
+        [
+            *(c_int64, c_int, POINTER(Piece), c_int64, POINTER(Slot), c_int64, POINTER(c_int64), c_int64),
+            *(POINTER(Step), c_int64, POINTER(c_int64), c_int64, c_int64),
+        ],
     ),
     "cgx_plan_free": (None, [c_void_p]),
     "cgx_control_create": (c_int, [c_int64, c_char_p, c_int64, c_char_p, c_int64]),

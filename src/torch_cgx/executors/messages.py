@@ -1,7 +1,7 @@
 """Runs programs over a transport, from a Python thread: where ranks share no memory or there is no native library.
 
-Operations run in the order of submission on one thread a group. Every payload is preceded by a header of what its sender
-believes to run, so that ranks that have lost step find out instead of adding up each other's bytes.
+Operations run in the order of submission on one thread a group. Every payload is preceded by a header of what its
+sender believes to run, so that ranks that have lost step find out instead of adding up each other's bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs programs over shared memory: the Python side of the native executor.
 
-A `Plan` is everything that one rank does in one operation, as the tables that csrc/shm runs on a thread of its own, without
-the GIL. A `SharedGroup` is one rank's handle on the segment, the board and that thread. Not here: which tensors are
-compressed, and how ranks find each other (backend.py, membership.py).
+A `Plan` is everything that one rank does in one operation, as the tables that csrc/shm runs on a thread of its own,
+without the GIL. A `SharedGroup` is one rank's handle on the segment, the board and that thread. Not here: which
+tensors are compressed, and how ranks find each other (backend.py, membership.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ERRORS: dict[int, type[CGXError]] = {
     -5: SharedMemoryError,
 }
 
-# Values a slice, in bytes. Small enough that what is encoded is still in the cache when its sum is decoded over it, large
-# enough that two meetings of all ranks a slice cost little.
+# Values a slice, in bytes. Small enough that what is encoded is still in the cache when its sum is decoded over it,
+# large enough that two meetings of all ranks a slice cost little.
 PIPELINE_NBYTES = 4 << 20
 
 
@@ -153,8 +153,8 @@ def make_plan(
             return plan
         if slice_nbytes <= 1024:
             raise SharedMemoryError(
-                f"a block of {max(layer.quantizer.block for layer in layers)} values needs {2 * plan.half_nbytes} bytes "
-                f"of shared memory, and the group may take {limit_nbytes}: make /dev/shm larger or blocks smaller"
+                f"a block of {max(layer.quantizer.block for layer in layers)} values needs "
+                f"{2 * plan.half_nbytes} bytes of shared memory, and the group may take {limit_nbytes}: make /dev/shm larger or blocks smaller"
             )
         slice_nbytes //= 2
 
@@ -163,7 +163,15 @@ class Prepared:
     """An operation but for its tensor's address: what the backend keeps for each shape that it has seen."""
 
     def __init__(
-        self, plan: Plan, call: _native.Call, *, scale: float, nbytes: int, compressed: bool, stochastic: bool, seed: int
+        self,
+        plan: Plan,
+        call: _native.Call,
+        *,
+        scale: float,
+        nbytes: int,
+        compressed: bool,
+        stochastic: bool,
+        seed: int,
     ) -> None:
         self.plan = plan
         self.call = call
@@ -225,7 +233,8 @@ class SharedGroup:
     def submit(self, prepared: Prepared, data_ptr: int, timeout_ms: int, *, wake: bool) -> tuple[int, int]:
         """Note and queue an operation: its number, and the number of the last one that is done.
 
-        The tensor must live until this one is done. `wake` False: the caller waits at once, and runs it on its own thread.
+        The tensor must live until this one is done. `wake` False: the caller waits at once, and runs it on its own
+        thread.
         """
         with self._lock:
             row = prepared.submission

@@ -114,7 +114,8 @@ class NativeKernels:
             raise ValueError(f"values: expected at least {last} of them for these pieces, got {values.numel()}")
         dtype = DTYPES[values.dtype]
         needed = max(
-            (p.payload + self._lib.cgx_piece_payload_nbytes(c, dtype) for p, c in zip(pieces, table)), default=0
+            (p.payload + self._lib.cgx_piece_payload_nbytes(c, dtype) for p, c in zip(pieces, table, strict=True)),
+            default=0,
         )
         for payload in payloads:
             if payload.dtype != torch.uint8 or not payload.is_contiguous():
