@@ -154,7 +154,8 @@ def make_plan(
         if slice_nbytes <= 1024:
             raise SharedMemoryError(
                 f"a block of {max(layer.quantizer.block for layer in layers)} values needs "
-                f"{2 * plan.half_nbytes} bytes of shared memory, and the group may take {limit_nbytes}: make /dev/shm larger or blocks smaller"
+                f"{2 * plan.half_nbytes} bytes of shared memory, and the group may take {limit_nbytes}: "
+                "make /dev/shm larger or blocks smaller"
             )
         slice_nbytes //= 2
 
