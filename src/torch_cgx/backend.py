@@ -2,18 +2,16 @@
 
 Every collective is first noted on the group's board, so that ranks that lose step find out. Then it goes to Gloo
 (CPU) or NCCL (CUDA), which this group registers in itself, except for what we make faster or smaller: the allreduce
-family and the barrier, which run as programs over shared memory or, without it, over messages.
+family, the reduce-scatters (which Gloo makes of allreduces too) and the barrier, which run as programs.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,32 +21,28 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
-from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 
-from torch_cgx import _native, calls, defaults, membership
+from torch_cgx import calls, defaults, membership
 from torch_cgx.calls import collective_call, reduction_name
 from torch_cgx.carried import CarriedCollectives
 from torch_cgx.config import Compression, Settings
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.messages import MessageExecutor
-from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
-from torch_cgx.kernels import Rounding
+from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.layers import LayerTable
-from torch_cgx.layout import Layer, Layout, make_layout
-from torch_cgx.quantizers import Identity, MaxMin
+from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
 from torch_cgx.transports.gloo import GlooTransport
-from torch_cgx.work import CarriedWork, Completions, DoneWork, JobWork, SharedWork
+from torch_cgx.work import CarriedWork, Completions, CompositeWork, DoneWork
 
 __all__ = ["ProcessGroupCGX", "create", "live_groups"]
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 _OURS = (*_COMPRESSIBLE, torch.float64)
-_PREPARED = 1024  # kept a group; a training has a few dozen shapes
+_EXACT = Compression(bits=32)
 _BARRIER_NUMEL = 16
 
-_log = logging.getLogger("torch_cgx")
 _groups: weakref.WeakSet[ProcessGroupCGX] = weakref.WeakSet()
 
 
@@ -73,39 +67,41 @@ class ProcessGroupCGX(CarriedCollectives):
         self._rank, self._world = rank, world
         self._timeout = timeout
         self._global_ranks = tuple(global_ranks)
-        self._store = store
+        self._lock = threading.Lock()  # one order of notes and of what they announce, whatever threads they come from
+        self._completions = Completions(f"cgx-futures-{rank}")
+        self._closed = False
+        self._forked = False
+        self.layers = LayerTable()
+
         prefixed = partial(c10d.PrefixStore, store=store)
         # Settings are compared before any connection is made, so that a wrong one fails on all ranks at once.
         self._settings = membership.agree(prefixed("cgx"), rank, Settings.from_environ)
         members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks)
-        self._lock = threading.Lock()  # one order of notes and submissions, whatever threads they come from
-        self._completions = Completions(f"cgx-futures-{rank}")
-        self._prepared: dict[object, Prepared] = {}
-        self._barrier: Prepared | None = None
-        self._pending: deque[tuple[int, object]] = deque()
-        self._sequence = 0
-        self._closed = False
-        self._forked = False
-        self.layers = LayerTable()
-        self._messages: MessageExecutor | None = None
-        self._exact_stats = {"operations": 0, "compressed_operations": 0, "bytes_before": 0, "bytes_after": 0}
 
-        self._gloo = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._nccl: Any = None
         if torch.cuda.is_available() and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            nccl = dist.ProcessGroupNCCL(prefixed("nccl"), rank, world, options)
-            self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-            self._nccl: Any = nccl
-        else:
-            self._nccl = None
+            self._nccl = dist.ProcessGroupNCCL(prefixed("nccl"), rank, world, options)
+            self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._nccl)
 
+        place = Place(rank, world, self._settings, self.layers, self._completions)
         self._shared: SharedGroup | None = None
+        self._reducer: Reducer | None = None
         if world > 1 and members.one_host and all(members.native):
             self._shared = membership.open_shared_group(
                 prefixed("cgx"), rank, world, self._global_ranks, calls.NAMES, self._settings
             )
+        if self._shared is not None:
+            self._reducer = SharedReducer(self._shared, place)
+        elif world > 1:
+            transport = GlooTransport(prefixed("messages"), rank, world, timeout, self._global_ranks)
+            kernels = default_kernels(self._settings.simd)
+            algorithm = self._settings.cross_reduction
+            executor = MessageExecutor(transport, kernels, rank, world, algorithm, self._global_ranks)
+            self._reducer = MessageReducer(executor, place)
         _groups.add(self)
 
     # ---- what torch asks a group ----
@@ -123,12 +119,9 @@ class ProcessGroupCGX(CarriedCollectives):
             if self._closed:
                 return
             self._closed = True
-        if self._shared is not None:
-            self._shared.close()
-        if self._messages is not None:
-            self._messages.close()
+        if self._reducer is not None:
+            self._reducer.close()
         self._completions.close()
-        self._pending.clear()
 
     def abort(self) -> None:
         """Like shutdown, but peers fail at once instead of when they next wait for this rank."""
@@ -137,7 +130,7 @@ class ProcessGroupCGX(CarriedCollectives):
         self.shutdown()
 
     def __del__(self) -> None:
-        if getattr(self, "_completions", None) is not None and not self._forked:
+        if getattr(self, "_reducer", None) is not None and not self._forked:
             self.shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -146,46 +139,37 @@ class ProcessGroupCGX(CarriedCollectives):
     # ---- allreduce ----
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = _options(c10d.AllreduceOptions, opts)
-        return self._allreduce_many(_as_list(tensors), opts, "all_reduce")
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if len(tensors) != 1:
+            raise ValueError(f"all_reduce: expected one tensor, got a list of {len(tensors)}")
+        return self._allreduce("all_reduce", tensors[0], tensors, _options(c10d.AllreduceOptions, opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        return self._allreduce_many(
-            _as_list(tensors), _options(c10d.AllreduceCoalescedOptions, opts), "all_reduce_coalesced"
-        )
+        opts = _options(c10d.AllreduceCoalescedOptions, opts)
+        parts = [self._allreduce("all_reduce", tensor, [tensor], opts) for tensor in tensors]
+        return CompositeWork(parts, _nothing, list(tensors), self._completions)
 
-    def _allreduce_many(self, tensors: list[Tensor], opts: Any, operation: str) -> Any:
-        reduction = reduction_name(opts.reduceOp)
-        if len(tensors) == 1:
-            return self._allreduce_one(tensors[0], tensors, reduction, opts)
-        if operation == "all_reduce":
-            raise ValueError(f"all_reduce: expected one tensor, got a list of {len(tensors)}")
-        if not all(self._is_ours(tensor, reduction) for tensor in tensors):
-            run = partial(self._backend(tensors[0]).allreduce_coalesced, tensors, opts)
-            return self._carry(operation, run, tensors[0].dtype, None, tensors, reduction=reduction)
-        # In order on one executor: the last is done when all are.
-        works = [self._allreduce_one(tensor, tensors, reduction, opts) for tensor in tensors]
-        return works[-1] if works else DoneWork([], self._completions)
-
-    def _allreduce_one(self, tensor: Tensor, result: list[Tensor], reduction: str, opts: Any) -> Any:
+    def _allreduce(self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any) -> Any:
+        """Reduce in place, by us or by whoever can. Only what the user called an all_reduce is compressed."""
         self._check_usable()
-        if self._world == 1 and self._is_ours(tensor, reduction):
-            return DoneWork(result, self._completions)
+        reduction = reduction_name(opts.reduceOp)
         if not self._is_ours(tensor, reduction):
-            run = partial(self._backend(tensor).allreduce, [tensor], opts)
             shape = None if tensor.is_sparse else tuple(tensor.shape)
-            return self._carry("all_reduce", run, tensor.dtype, shape, result, reduction=reduction)
-        compression = self._compression_for(tensor)
-        scale = 1.0 / self._world if reduction == "AVG" else 1.0
+            run = partial(self._backend(tensor).allreduce, [tensor], _allreduce_options(opts, opts.reduceOp))
+            return self._carry(operation, run, tensor.dtype, shape, result, reduction=reduction)
+        if self._reducer is None:  # alone, the sum and the average are what is there
+            return DoneWork(result, self._completions)
+        if not tensor.is_contiguous():
+            _check_dense(tensor)
+        compression = self._compression_for(tensor) if operation == "all_reduce" else _EXACT
+        if tensor.numel() == 0:
+            return self._carry(operation, None, tensor.dtype, tuple(tensor.shape), result, reduction=reduction)
+        if self._shared is None and compression.bits == 32:
+            return self._allreduce_by_gloo(operation, tensor, result, reduction, opts)
         timeout_ms = _milliseconds(opts.timeout, self._timeout)
-        if not _profiler_enabled():
-            return self._submit(
-                tensor, result, compression, reduction, scale, timeout_ms, getattr(opts, "asyncOp", True)
-            )
-        with record_function(f"cgx::all_reduce {compression.bits} bits"):
-            work = self._submit(tensor, result, compression, reduction, scale, timeout_ms, True)
-        work.get_future()  # the thread that completes futures shows the operation's time in the profile
-        return work
+        asynchronous = getattr(opts, "asyncOp", True)
+        request = Request(operation, tensor, result, reduction, compression, timeout_ms, asynchronous)
+        return self._profiled(request) if _profiler_enabled() else self._reducer.submit(request)
 
     def _is_ours(self, tensor: Tensor, reduction: str) -> bool:
         """Whether our programs can do it; all else is Gloo's or NCCL's."""
@@ -198,156 +182,86 @@ class ProcessGroupCGX(CarriedCollectives):
 
     def _compression_for(self, tensor: Tensor) -> Compression:
         compression = defaults.compression()
-        if compression.bits != 32 and tensor.dtype in _COMPRESSIBLE and tensor.numel() >= self._settings.minimal_numel:
-            return compression
-        return Compression(32, compression.block)
+        if compression.bits == 32 or tensor.dtype not in _COMPRESSIBLE:
+            return _EXACT
+        return compression if tensor.numel() >= self._settings.minimal_numel else _EXACT
 
-    def _layers_for(self, tensor: Tensor, compression: Compression) -> tuple[Layer, ...]:
-        if compression.bits == 32:
-            return (Layer(tensor.numel(), Identity()),)
-        found = self.layers.find(tensor.numel())
-        if found is None:
-            return (Layer(tensor.numel(), MaxMin(compression.bits, compression.block, self._settings.skip_incomplete)),)
-        return tuple(
-            self._layer(numel, bits or compression.bits, block or compression.block) for numel, bits, block in found
-        )
-
-    def _layer(self, numel: int, bits: int, block: int) -> Layer:
-        if bits == 32 or numel < self._settings.minimal_numel:
-            return Layer(numel, Identity())
-        return Layer(numel, MaxMin(bits, block, self._settings.skip_incomplete))
-
-    def _submit(
-        self,
-        tensor: Tensor,
-        result: list[Tensor],
-        compression: Compression,
-        reduction: str,
-        scale: float,
-        timeout_ms: int,
-        asynchronous: bool,
+    def _allreduce_by_gloo(
+        self, operation: str, tensor: Tensor, result: list[Tensor], reduction: str, opts: Any
     ) -> Any:
-        if not tensor.is_contiguous():
-            _check_dense(tensor)
-        if tensor.numel() == 0:
-            return self._carry("all_reduce", None, tensor.dtype, tuple(tensor.shape), result, reduction=reduction)
-        if self._shared is None:
-            return self._submit_messages(tensor, result, compression, reduction, scale)
-        if not tensor.is_inference():
-            increment_version(tensor)  # autograd shall notice that values it saved have changed
-        key = (tensor.shape, tensor.dtype, reduction, compression, self.layers.version, tensor.stride())
-        prepared = self._prepared.get(key) or self._prepare(key, tensor, compression, reduction, scale)
-        return self._submit_shared(self._shared, prepared, tensor, result, timeout_ms, asynchronous)
+        """Exact, where there is no shared memory: Gloo is faster than programs driven from Python. It knows no AVG."""
+        run = partial(self._gloo.allreduce, [tensor], _allreduce_options(opts, dist.ReduceOp.SUM))
+        work = self._carry(operation, run, tensor.dtype, tuple(tensor.shape), result, reduction=reduction)
+        if reduction == "SUM":
+            return work
+        return CompositeWork([work], lambda: tensor.detach().div_(self._world), result, self._completions)
 
-    def _submit_shared(
-        self,
-        shared: SharedGroup,
-        prepared: Prepared,
-        tensor: Tensor,
-        result: list[Tensor],
-        timeout_ms: int,
-        asynchronous: bool,
-    ) -> SharedWork:
-        number, completed = shared.submit(prepared, tensor.data_ptr(), timeout_ms, wake=asynchronous)
-        # A caller may drop its work and its tensor while the operation is under way.
-        with self._lock:
-            pending = self._pending
-            while pending and pending[0][0] <= completed:
-                pending.popleft()
-            pending.append((number, (prepared, tensor)))
-        return SharedWork(shared, number, (prepared, tensor), result, self._completions)
+    def _profiled(self, request: Request) -> Any:
+        assert self._reducer is not None
+        request.asynchronous = True
+        with record_function(f"cgx::{request.operation} {request.compression.bits} bits"):
+            work = self._reducer.submit(request)
+        self._completions.watch(work, f"cgx::run {request.operation}")
+        return work
 
-    def _prepare(self, key: object, tensor: Tensor, compression: Compression, reduction: str, scale: float) -> Prepared:
-        call = collective_call(
-            "all_reduce",
-            tensor.dtype,
-            tuple(tensor.shape),
-            reduction=reduction,
-            bits=compression.bits,
-            block=compression.block if compression.bits != 32 else 0,
-            layout=0 if tensor.is_contiguous() else _stable_hash(tensor.stride()),
-        )
-        prepared = self._prepare_call(call, tensor, compression, scale)
-        if len(self._prepared) >= _PREPARED:
-            self._prepared.clear()
-        self._prepared[key] = prepared
-        return prepared
+    # ---- reduce-scatter and barrier, as allreduces ----
 
-    def _prepare_call(self, call: _native.Call, tensor: Tensor, compression: Compression, scale: float) -> Prepared:
-        assert self._shared is not None
-        plan = make_plan(
-            self._layers_for(tensor, compression),
-            self._rank,
-            self._world,
-            tensor.dtype,
-            algorithm=self._settings.inner_reduction,
-            slice_nbytes=self._settings.fusion_nbytes,
-            limit_nbytes=self._shared.limit_nbytes,
-        )
-        return Prepared(
-            plan,
-            call,
-            scale=scale,
-            nbytes=tensor.numel() * tensor.element_size(),
-            compressed=compression.bits != 32,
-            stochastic=self._settings.stochastic,
-            seed=self._settings.seed,
-        )
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        if outputs[0].device.type != "cpu":
+            run = partial(self._backend(outputs[0]).reduce_scatter, outputs, inputs, opts)
+            return self._carry("reduce_scatter", run, outputs[0].dtype, None, list(outputs))
+        output, shares = outputs[0], inputs[0]
+        if len(shares) != self._world:
+            raise ValueError(f"reduce_scatter: expected {self._world} input tensors, one a rank, got {len(shares)}")
+        buffer = torch.cat([share.detach().reshape(-1) for share in shares])
+        start = sum(share.numel() for share in shares[: self._rank])
+        mine = buffer[start : start + shares[self._rank].numel()].view(shares[self._rank].shape)
+        return self._scatter_sum("reduce_scatter", buffer, mine, output, opts)
 
-    # ---- without shared memory ----
-
-    def _executor(self) -> MessageExecutor:
-        if self._messages is None:
-            store = c10d.PrefixStore("messages", self._store)
-            transport = GlooTransport(store, self._rank, self._world, self._timeout, self._global_ranks)
-            self._messages = MessageExecutor(
-                transport,
-                default_kernels(self._settings.simd),
-                self._rank,
-                self._world,
-                self._settings.cross_reduction,
-                self._global_ranks,
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        if input.device.type != "cpu":
+            run = partial(self._backend(input)._reduce_scatter_base, output, input, opts)
+            return self._carry("reduce_scatter_tensor", run, input.dtype, tuple(input.shape), [output])
+        if input.numel() != output.numel() * self._world:
+            raise ValueError(
+                f"reduce_scatter_tensor: expected an input of {self._world} times the output's "
+                f"{output.numel()} values, got {input.numel()}"
             )
-        return self._messages
+        buffer = input.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        mine = buffer.view(self._world, -1)[self._rank].view(output.shape)
+        return self._scatter_sum("reduce_scatter_tensor", buffer, mine, output, opts)
 
-    def _submit_messages(
-        self, tensor: Tensor, result: list[Tensor], compression: Compression, reduction: str, scale: float
-    ) -> JobWork:
-        flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
-        layout = make_layout(
-            self._layers_for(tensor, compression), self._world, tensor.element_size(), self._settings.fusion_nbytes
-        )
-        agreed = _stable_hash((tuple(tensor.shape), str(tensor.dtype), reduction, compression.bits, compression.block))
-        with self._lock:
-            executor = self._executor()
-            self._sequence += 1
-            rounding = Rounding(self._settings.stochastic, self._settings.seed, self._sequence)
-            job = executor.allreduce(flat, layout, scale, rounding, agreed)
-            self._count_messages(tensor, layout, compression)
-        return JobWork(job, result, self._completions)
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
-    def _count_messages(self, tensor: Tensor, layout: Layout, compression: Compression) -> None:
-        self._exact_stats["operations"] += 1
-        self._exact_stats["compressed_operations"] += compression.bits != 32
-        self._exact_stats["bytes_before"] += tensor.numel() * tensor.element_size()
-        self._exact_stats["bytes_after"] += sum(part.nbytes for part in layout.slices)
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        parts = [self._reduce_scatter_base(output, input, opts) for output, input in pairs]
+        return CompositeWork(parts, _nothing, list(outputs), self._completions)
 
-    # ---- barrier and what others carry ----
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
+
+    def _scatter_sum(self, operation: str, buffer: Tensor, mine: Tensor, output: Tensor, opts: Any) -> Any:
+        """Reduce a copy of the inputs, then take this rank's share; as Gloo does, whose handle cannot be polled."""
+        work = self._allreduce(operation, buffer, [buffer], opts)
+        return CompositeWork([work], lambda: output.detach().copy_(mine), [output], self._completions)
 
     def barrier(self, opts: Any = None) -> Any:
         opts = _options(c10d.BarrierOptions, opts)
         self._check_usable()
-        if self._shared is None or (opts.device is not None and opts.device.type != "cpu"):
-            return self._carry("barrier", partial(self._barrier_backend(opts).barrier, opts), None, None, [])
-        values = torch.zeros(_BARRIER_NUMEL)
-        if self._barrier is None:
-            self._barrier = self._prepare_call(collective_call("barrier"), values, Compression(32), 1.0)
-        timeout_ms = _milliseconds(opts.timeout, self._timeout)
-        return self._submit_shared(self._shared, self._barrier, values, [], timeout_ms, getattr(opts, "asyncOp", True))
-
-    def _barrier_backend(self, opts: Any) -> Any:
         on_cuda = self._nccl is not None and opts.device is not None and opts.device.type == "cuda"
-        return self._nccl if on_cuda else self._gloo
+        if self._shared is None or self._reducer is None or on_cuda:
+            run = partial((self._nccl if on_cuda else self._gloo).barrier, opts)
+            return self._carry("barrier", run, None, None, [])
+        timeout_ms = _milliseconds(opts.timeout, self._timeout)
+        asynchronous = getattr(opts, "asyncOp", True)
+        values = torch.zeros(_BARRIER_NUMEL)
+        return self._reducer.submit(Request("barrier", values, [], "SUM", _EXACT, timeout_ms, asynchronous))
+
+    # ---- what others carry ----
 
     def _backend(self, tensor: Tensor) -> Any:
         if tensor.device.type == "cpu":
@@ -359,7 +273,7 @@ class ProcessGroupCGX(CarriedCollectives):
     def _carry(
         self,
         operation: str,
-        run: Any,
+        run: Callable[[], Any] | None,
         dtype: torch.dtype | None,
         shape: tuple[int, ...] | None,
         result: list[Tensor],
@@ -367,7 +281,7 @@ class ProcessGroupCGX(CarriedCollectives):
         reduction: str | None = None,
         root: int = -1,
     ) -> Any:
-        """Note a call on the board and hand it to the engine that carries it."""
+        """Note a call on the board and hand it to the engine that carries it (None: there is nothing to carry)."""
         self._check_usable()
         with self._lock:
             sequence = 0
@@ -392,30 +306,20 @@ class ProcessGroupCGX(CarriedCollectives):
 
     def stats(self) -> dict[str, float]:
         """What this rank has done since the group's creation or `reset_stats`."""
-        native = self._shared.stats() if self._shared is not None else _native.Stats()
-        sent = self._messages.sent_nbytes if self._messages is not None else 0
-        figures: dict[str, float] = {
-            name: getattr(native, name) + self._exact_stats[name] for name in self._exact_stats
-        }
-        figures["bytes_sent"] = native.bytes_sent + sent
-        for phase in ("encode", "wait", "reduce", "decode"):
-            figures[f"{phase}_s"] = getattr(native, f"{phase}_ns") * 1e-9
-        return figures
+        empty = ("operations", "compressed_operations", "bytes_before", "bytes_after", "bytes_sent")
+        phases = ("encode_s", "wait_s", "reduce_s", "decode_s")
+        return self._reducer.stats() if self._reducer is not None else dict.fromkeys(empty + phases, 0)
 
     def reset_stats(self) -> None:
-        if self._shared is not None:
-            self._shared.reset_stats()
-        if self._messages is not None:
-            self._messages.sent_nbytes = 0
-        for name in self._exact_stats:
-            self._exact_stats[name] = 0
+        if self._reducer is not None:
+            self._reducer.reset_stats()
 
     def mark_forked(self) -> None:
         self._forked = True
 
 
-def _as_list(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def _nothing() -> None:
+    pass
 
 
 def _options(kind: Any, given: Any) -> Any:
@@ -425,6 +329,14 @@ def _options(kind: Any, given: Any) -> Any:
     options = kind()
     if given is not None:
         options.reduceOp = given
+    return options
+
+
+def _allreduce_options(given: Any, reduction: Any) -> Any:
+    """Options for Gloo's allreduce from those of whatever is made of it."""
+    options = c10d.AllreduceOptions()
+    options.reduceOp = reduction
+    options.timeout = given.timeout
     return options
 
 
@@ -439,13 +351,6 @@ def _check_dense(tensor: Tensor) -> None:
             f"all_reduce: expected a tensor without gaps or overlaps in memory, got shape {tuple(tensor.shape)} with "
             f"strides {tensor.stride()}: call .contiguous() first"
         )
-
-
-def _stable_hash(facts: object) -> int:
-    """The same in every process, as `hash` of a string is not."""
-    import zlib
-
-    return zlib.crc32(repr(facts).encode())
 
 
 def _close_all() -> None:

@@ -20,7 +20,7 @@ __all__ = ["CarriedCollectives"]
 
 
 class CarriedCollectives(dist.ProcessGroup):
-    """Everything but the allreduce family and the barrier, in terms of `_carry`."""
+    """Everything but what is made of allreduces, in terms of `_carry`."""
 
     def _backend(self, tensor: Tensor) -> Any:
         raise NotImplementedError
@@ -93,27 +93,6 @@ class CarriedCollectives(dist.ProcessGroup):
         opts = opts if isinstance(opts, c10d.ScatterOptions) else c10d.ScatterOptions()
         run = partial(self._backend(first).scatter, outputs, inputs, opts)
         return self._carry("scatter", run, first.dtype, _shape(first), list(outputs), root=opts.rootRank)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        if isinstance(outputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        if not isinstance(opts, c10d.ReduceScatterOptions):
-            op, opts = opts, c10d.ReduceScatterOptions()
-            if op is not None:
-                opts.reduceOp = op
-        first = outputs[0]
-        run = partial(self._backend(first).reduce_scatter, outputs, inputs, opts)
-        return self._carry(
-            "reduce_scatter", run, first.dtype, None, list(outputs), reduction=reduction_name(opts.reduceOp)
-        )
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.ReduceScatterOptions()
-        run = partial(self._backend(input)._reduce_scatter_base, output, input, opts)
-        reduction = reduction_name(opts.reduceOp)
-        return self._carry("reduce_scatter_tensor", run, input.dtype, _shape(input), [output], reduction=reduction)
-
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllToAllOptions()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 
-from torch_cgx.config import Compression
+from torch_cgx.config import Compression, Settings
+from torch_cgx.layout import Layer
+from torch_cgx.quantizers import Identity, MaxMin
 
 __all__ = ["LayerTable"]
 
@@ -40,6 +42,21 @@ class LayerTable:
         Compression(32, bucket_size)
         numel, bits, _ = self._row(bucket_idx, layer_idx)
         self._set(bucket_idx, layer_idx, (numel, bits, bucket_size))
+
+    def cut(self, numel: int, compression: Compression, settings: Settings) -> tuple[Layer, ...]:
+        """A tensor of so many values as layers: the registered ones, or the whole as one."""
+        if compression.bits == 32:
+            return (Layer(numel, Identity()),)
+        rows = self.find(numel) or ((numel, 0, 0),)
+        layers = []
+        for layer_numel, bits, block in rows:
+            width = bits or compression.bits
+            if width == 32 or layer_numel < settings.minimal_numel:
+                layers.append(Layer(layer_numel, Identity()))
+            else:
+                quantizer = MaxMin(width, block or compression.block, settings.skip_incomplete)
+                layers.append(Layer(layer_numel, quantizer))
+        return tuple(layers)
 
     def find(self, numel: int) -> tuple[_Row, ...] | None:
         """The layers of the grad bucket with so many values; of several alike, those of the lowest index."""

@@ -7,14 +7,17 @@ callbacks of futures may themselves wait for collectives.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.autograd.profiler import record_function
 
 from torch_cgx.errors import CGXError, CGXTimeoutError, PeerLostError
 
@@ -22,13 +25,14 @@ if TYPE_CHECKING:
     from torch_cgx.executors.messages import Job
     from torch_cgx.executors.shm import SharedGroup
 
-__all__ = ["CarriedWork", "Completions", "DoneWork", "JobWork", "SharedWork"]
+__all__ = ["CarriedWork", "Completions", "CompositeWork", "DoneWork", "JobWork", "PolledWork", "SharedWork"]
 
 SLICE_MS = 100  # between two looks at signals
-_FIRST_CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
+_CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
+_SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 
 
-class _PolledWork(Work):
+class PolledWork(Work):
     """What the kinds of work share: `_poll` waits for at most a slice, and raises what the operation failed with."""
 
     def __init__(self, result: list[torch.Tensor], completions: Completions) -> None:
@@ -90,7 +94,7 @@ class _PolledWork(Work):
         return self._completions.future_of(self, self._result)
 
 
-class SharedWork(_PolledWork):
+class SharedWork(PolledWork):
     """An operation of the native executor."""
 
     def __init__(
@@ -112,7 +116,7 @@ class SharedWork(_PolledWork):
         return self._group.native_seconds(self._number)
 
 
-class JobWork(_PolledWork):
+class JobWork(PolledWork):
     """An operation that the message executor's thread runs."""
 
     def __init__(self, job: Job, result: list[torch.Tensor], completions: Completions) -> None:
@@ -123,7 +127,7 @@ class JobWork(_PolledWork):
         return self._job.wait(slice_ms / 1000)
 
 
-class CarriedWork(_PolledWork):
+class CarriedWork(PolledWork):
     """An operation that Gloo or NCCL carries, watched over the group's board."""
 
     def __init__(
@@ -148,11 +152,11 @@ class CarriedWork(_PolledWork):
                     return False
                 self._inner.wait()
             else:
-                self._inner.wait(timedelta(milliseconds=min(slice_ms, _FIRST_CARRIED_SLICE_MS)))
+                self._inner.wait(timedelta(milliseconds=min(slice_ms, _CARRIED_SLICE_MS)))
         except RuntimeError as error:
             if self._group is not None:
                 self._group.check(self._sequence, look_at_peers=True)
-            if not self._inner.is_completed():
+            if _SLICE_ENDED in str(error):
                 return False
             raise self._translated(error) from error
         if self._group is not None:
@@ -185,11 +189,40 @@ class CarriedWork(_PolledWork):
         return int(self._inner.source_rank())
 
 
-class DoneWork(_PolledWork):
+class CompositeWork(PolledWork):
+    """Several operations that make one, and what is to be done once when all are."""
+
+    def __init__(
+        self, parts: list[Any], finish: Callable[[], object], result: list[torch.Tensor], completions: Completions
+    ) -> None:
+        super().__init__(result, completions)
+        self._parts = parts
+        self._finish = finish
+        self._lock = threading.Lock()  # the caller and the thread of futures may both get here
+
+    def _poll(self, slice_ms: int) -> bool:
+        if not all(part.poll(slice_ms) for part in self._parts):
+            return False
+        with self._lock:
+            if not self._done:
+                self._finish()
+                self._done = True
+        return True
+
+    def _abandoned(self) -> None:
+        for part in self._parts:
+            part._abandoned()
+
+
+class DoneWork(PolledWork):
     """An operation that needed nothing."""
 
     def _poll(self, slice_ms: int) -> bool:
         return True
+
+
+# A work, and either the future that shall get its result, or None and a name for the profiler.
+_Item = tuple[PolledWork, Any, Any]
 
 
 class Completions:
@@ -198,23 +231,30 @@ class Completions:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[_PolledWork, Any, list[torch.Tensor]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def future_of(self, work: _PolledWork, result: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
+    def future_of(self, work: PolledWork, result: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         if threading.current_thread() is self._thread:
             # A callback of another future waits for this one: nobody else would complete it.
             _complete(work, future, result)
         else:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
-            self._waiting.put((work, future, result))
+            self._enqueue((work, future, result))
         # A future that failed by set_exception crashes DDP's C++, which does not expect a Python exception there; what
         # .then makes of it carries a plain C++ error with the same text.
         return future.then(lambda done: done.value())
+
+    def watch(self, work: PolledWork, name: str) -> None:
+        """Let the thread wait for the work under this name, for a profiler that shows all threads."""
+        self._enqueue((work, None, name))
+
+    def _enqueue(self, item: _Item) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._waiting.put(item)
 
     def close(self) -> None:
         """Finish what is queued (the group has failed it, or it is done) and end the thread."""
@@ -227,11 +267,16 @@ class Completions:
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            _complete(*item)
-            del item  # keeps no tensor alive while the queue is empty
+            work, future, what = item
+            if future is None:
+                with record_function(str(what)), contextlib.suppress(CGXError):
+                    work.wait()
+            else:
+                _complete(work, future, what)
+            del item, work, future, what  # keeps no tensor alive while the queue is empty
 
 
-def _complete(work: _PolledWork, future: torch.futures.Future[list[torch.Tensor]], result: list[torch.Tensor]) -> None:
+def _complete(work: PolledWork, future: torch.futures.Future[list[torch.Tensor]], result: list[torch.Tensor]) -> None:
     try:
         while not work.poll(SLICE_MS):
             pass

@@ -50,6 +50,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 POLL_S = 0.004
 STACKS_S = 0.4  # how long a rank may take to write down where it hangs before it is killed
 LOG_TAIL_NBYTES = 20_000
+END_S = 5.0  # a rank that was killed never says that it has ended
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,17 @@ class Rank:
         """Wait for all ranks through the store alone, leaving the group untouched."""
         self.store.set(f"meet/{name}/{self.rank}", "")
         self.store.wait([f"meet/{name}/{r}" for r in range(self.world)], timedelta(seconds=timeout_s))
+
+    def end(self, wait: bool) -> None:
+        """Say that this rank's function has ended and, if asked, wait until all have, however they ended.
+
+        A gloo group that is destroyed while a peer still reads from it can reset the connection under it.
+        """
+        with contextlib.suppress(Exception):
+            self.store.set(f"ended/{self.rank}", "")
+            if wait:
+                ended = [f"ended/{r}" for r in range(self.world)]
+                self.store.wait(ended, timedelta(seconds=END_S))
 
     def mark(self) -> None:
         """Note the time of what is about to happen, so that ranks' errors can be timed from it."""
@@ -227,10 +239,14 @@ def _live(job: Job, rank: int, store_port: int, scratch: Path) -> int:
         if job.backend is not None:
             me.start_group()
         result = pickle.dumps(function(me, *job.arguments))
-        if job.destroy and dist.is_initialized():
+        destroy = job.destroy and dist.is_initialized()
+        me.end(wait=destroy)
+        if destroy:
             dist.destroy_process_group()
     except BaseException as error:
-        after_mark_s = me.since_mark() if me is not None else None
+        if me is not None:
+            after_mark_s = me.since_mark()
+            me.end(wait=False)
         result = None
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         message = str(error)

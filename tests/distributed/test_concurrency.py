@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -83,6 +84,45 @@ def different_operations(me: Rank) -> None:
 
 def test_different_operations_of_one_group_in_flight_together(backend: str) -> None:
     run_ranks(different_operations, 3, backend)
+
+
+def about_a_poll_late(me: Rank) -> None:
+    """Operations that end just as a waiting rank stops waiting to look around."""
+    delays = random.Random(5)
+    for turn in range(40):
+        late, delay_s = turn % me.world, delays.uniform(0.017, 0.023)
+        if me.rank == late:
+            time.sleep(delay_s)
+        if turn % 2:
+            x = torch.full((50,), me.rank)
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+            same(x, me.world - 1)
+        else:
+            scattered = torch.zeros(50)
+            dist.reduce_scatter_tensor(scattered, torch.ones(50 * me.world))
+            same(scattered, float(me.world))
+
+
+def test_operations_may_end_at_any_moment_of_a_wait(backend: str) -> None:
+    run_ranks(about_a_poll_late, 2, backend)
+
+
+def functional_in_quick_succession(me: Rank) -> None:
+    """The calls that DTensor makes, from C++, holding the GIL, while the engine's threads drop their tensors."""
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.group.WORLD
+    assert group is not None
+    for _ in range(150):
+        gathered = [funcol.all_gather_tensor(torch.full((8,), float(me.rank)), 0, group) for _ in range(4)]
+        scattered = funcol.reduce_scatter_tensor(torch.ones(8 * me.world), "sum", 0, group)
+        same(scattered + 0, float(me.world))
+        for x in gathered:
+            assert (x + 0).sum().item() == 8 * sum(range(me.world))
+
+
+def test_functional_collectives_in_quick_succession(backend: str) -> None:
+    run_ranks(functional_in_quick_succession, 3, backend)
 
 
 def from_threads(me: Rank) -> None:

@@ -90,6 +90,7 @@ def bench_allreduce(options: argparse.Namespace) -> int:
     settings = {
         key: getattr(options, key) for key in ("bits", "bucket_size", "dtype", "sizes", "against", "seconds", "busy")
     }
+    load = machine.load()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with Progress("cgx bench allreduce") as progress:
         progress.update(0.0, "starting")
@@ -111,6 +112,7 @@ def bench_allreduce(options: argparse.Namespace) -> int:
         "date": date,
         "command": sys.argv[1:],
         "machine": machine.facts(),
+        "load": load,
         "settings": {
             "nproc": options.nproc,
             **settings,
@@ -135,6 +137,7 @@ def bench_allreduce(options: argparse.Namespace) -> int:
 
 def format_allreduce(result: dict[str, Any]) -> str:
     from torch_cgx.cli.plot import settings_text
+    from torch_cgx.cli.report import QUIET_LOAD
     from torch_cgx.cli.table import format_nbytes, format_ratio, format_seconds, format_table
 
     settings, machine = result["settings"], result["machine"]
@@ -162,6 +165,8 @@ def format_allreduce(result: dict[str, Any]) -> str:
             left=2,
         ),
     ]
+    if result["load"] > QUIET_LOAD:
+        lines.append(f"caution: load average {result['load']:.1f} at the start, so other work shares in these times")
     if result["busy"]:
         lines += [
             "",

@@ -58,6 +58,11 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def load() -> float:
+    """Processes that wanted to run in the last minute, on average."""
+    return os.getloadavg()[0]
+
+
 def native_facts() -> tuple[bool, str | None]:
     """Whether the native library is there, and the SIMD level that a group created now would use."""
     try:

@@ -8,6 +8,7 @@ One schema for every benchmark; fields are only ever added within a version:
     date            start of the run, ISO 8601, UTC
     command         the arguments after `cgx`
     machine         cpu, cores (that the run may use), os, python, torch, torch_cgx, native (library), simd
+    load            load average of the minute before the start; a quiet machine has less than 0.5
     settings        nproc, bits, bucket_size, dtype, sizes, against, seconds, busy, omp_num_threads
     cells           one per size and backend:
         nbytes, numel       of the tensor on each rank
@@ -40,6 +41,7 @@ from typing import Any
 
 SCHEMA = "cgx-bench"
 SCHEMA_VERSION = 1
+QUIET_LOAD = 0.5
 
 Cell = dict[str, Any]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,6 +27,7 @@ __all__ = ["Job", "MessageExecutor"]
 
 _HEADER_NBYTES = 16  # the operation's number and a hash of what all ranks must agree on
 _TAGS = 1 << 30
+_PHASES = ("encode", "wait", "reduce", "decode")
 
 
 class Job:
@@ -78,7 +81,7 @@ class MessageExecutor:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._failure: CGXError | None = None
         self._next_tag = 0
-        self.sent_nbytes = 0
+        self.reset_stats()
         self._thread = threading.Thread(target=self._work, name="cgx-messages", daemon=True)
         self._thread.start()
 
@@ -91,8 +94,21 @@ class MessageExecutor:
         """Queue the reduction of a flat tensor. `agreed`: a hash of the call, which must be the same on all ranks."""
         return self.submit(lambda: self._allreduce(values, layout, scale, rounding, agreed))
 
+    def stats(self) -> dict[str, float]:
+        """Bytes sent, and seconds by phase."""
+        return dict(self._figures)
+
+    def reset_stats(self) -> None:
+        self._figures: dict[str, float] = dict.fromkeys(("bytes_sent", *(f"{phase}_s" for phase in _PHASES)), 0)
+
     def close(self) -> None:
         self._jobs.put(None)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._figures[phase] += time.perf_counter() - start
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -130,9 +146,10 @@ class MessageExecutor:
         for step in program:
             if isinstance(step, Send):
                 leaving.append(self._transport.send(messages[step.slot], step.peer, tags[step.slot]))
-                self.sent_nbytes += messages[step.slot].numel()
+                self._figures["bytes_sent"] += messages[step.slot].numel()
             elif isinstance(step, Receive):
-                arriving[step.slot].wait()
+                with self._timed("wait_s"):
+                    arriving[step.slot].wait()
                 self._compare(messages[step.slot][:_HEADER_NBYTES], header, step.peer)
             else:
                 self._run_kernel(step, part.chunks[step.chunk].pieces, values, bodies, scale, rounding)
@@ -150,13 +167,16 @@ class MessageExecutor:
     ) -> None:
         if isinstance(step, Encode):
             how = replace(rounding, rank=self._rank, stage=0)
-            self._kernels.encode(pieces, values, bodies[step.slot], how)
+            with self._timed("encode_s"):
+                self._kernels.encode(pieces, values, bodies[step.slot], how)
         elif isinstance(step, Reduce):
             how = replace(rounding, rank=self._rank, stage=1)
             inputs = [bodies[slot] for slot in step.inputs]
-            self._kernels.reduce(pieces, values, inputs, bodies[step.slot], scale, how)
+            with self._timed("reduce_s"):
+                self._kernels.reduce(pieces, values, inputs, bodies[step.slot], scale, how)
         else:
-            self._kernels.decode(pieces, bodies[step.slot], values)
+            with self._timed("decode_s"):
+                self._kernels.decode(pieces, bodies[step.slot], values)
 
     def _compare(self, theirs: Tensor, mine: Tensor, peer: int) -> None:
         if not torch.equal(theirs, mine):

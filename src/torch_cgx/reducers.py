@@ -1,0 +1,198 @@
+"""What carries out an allreduce that is ours: over shared memory, or over messages.
+
+Both take the same `Request` and return a handle. The backend decides what is asked of them; they decide nothing, but
+keep what can be kept between operations of the same shape.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from torch_cgx.calls import collective_call
+from torch_cgx.config import Compression, Settings
+from torch_cgx.executors.messages import MessageExecutor
+from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
+from torch_cgx.kernels import Rounding
+from torch_cgx.layers import LayerTable
+from torch_cgx.layout import make_layout
+from torch_cgx.work import Completions, JobWork, PolledWork, SharedWork
+
+__all__ = ["MessageReducer", "Reducer", "Request", "SharedReducer"]
+
+_PREPARED = 1024  # kept a group; a training has a few dozen shapes
+
+
+@dataclass(slots=True)
+class Request:
+    """One tensor to be reduced in place by SUM or AVG; dense, not empty, of a type that the kernels know."""
+
+    operation: str  # what the user called, for the board
+    tensor: Tensor
+    result: list[Tensor]
+    reduction: str
+    compression: Compression
+    timeout_ms: int
+    asynchronous: bool  # False: the caller waits at once
+
+
+class Reducer(Protocol):
+    def submit(self, request: Request) -> PolledWork: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def reset_stats(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is fixed for a group: who this rank is, its settings, its registered layers, who completes its futures."""
+
+    rank: int
+    world: int
+    settings: Settings
+    layers: LayerTable
+    completions: Completions
+
+    def scale(self, reduction: str) -> float:
+        return 1.0 / self.world if reduction == "AVG" else 1.0
+
+
+class SharedReducer:
+    """Hands requests to the native executor."""
+
+    def __init__(self, shared: SharedGroup, place: Place) -> None:
+        self._shared = shared
+        self._place = place
+        self._lock = threading.Lock()
+        self._prepared: dict[object, Prepared] = {}
+        self._pending: deque[tuple[int, object]] = deque()
+
+    def submit(self, request: Request) -> SharedWork:
+        tensor = request.tensor
+        if not tensor.is_inference():
+            increment_version(tensor)  # autograd shall notice that values it saved have changed
+        key = (
+            *(request.operation, tensor.shape, tensor.stride(), tensor.dtype),
+            *(request.reduction, request.compression, self._place.layers.version),
+        )
+        prepared = self._prepared.get(key) or self._prepare(key, request)
+        number, completed = self._shared.submit(
+            prepared, tensor.data_ptr(), request.timeout_ms, wake=request.asynchronous
+        )
+        # A caller may drop its work and its tensor while the operation is under way.
+        keep = (prepared, tensor)
+        with self._lock:
+            pending = self._pending
+            while pending and pending[0][0] <= completed:
+                pending.popleft()
+            pending.append((number, keep))
+        return SharedWork(self._shared, number, keep, request.result, self._place.completions)
+
+    def _prepare(self, key: object, request: Request) -> Prepared:
+        tensor, compression, place = request.tensor, request.compression, self._place
+        exact = compression.bits == 32
+        call = collective_call(
+            request.operation,
+            tensor.dtype,
+            tuple(tensor.shape),
+            reduction=request.reduction,
+            bits=compression.bits,
+            block=0 if exact else compression.block,
+            layout=0 if tensor.is_contiguous() else stable_hash(tensor.stride()),
+        )
+        if request.operation == "barrier":  # its values are nobody's business
+            call = collective_call("barrier")
+        plan = make_plan(
+            place.layers.cut(tensor.numel(), compression, place.settings),
+            place.rank,
+            place.world,
+            tensor.dtype,
+            algorithm=place.settings.inner_reduction,
+            slice_nbytes=place.settings.fusion_nbytes,
+            limit_nbytes=self._shared.limit_nbytes,
+        )
+        prepared = Prepared(
+            plan,
+            call,
+            scale=place.scale(request.reduction),
+            nbytes=tensor.numel() * tensor.element_size(),
+            compressed=not exact,
+            stochastic=place.settings.stochastic,
+            seed=place.settings.seed,
+        )
+        if len(self._prepared) >= _PREPARED:
+            self._prepared.clear()
+        self._prepared[key] = prepared
+        return prepared
+
+    def stats(self) -> dict[str, float]:
+        native = self._shared.stats()
+        counts = ("operations", "compressed_operations", "bytes_before", "bytes_after", "bytes_sent")
+        phases = ("encode", "wait", "reduce", "decode")
+        return {name: getattr(native, name) for name in counts} | {
+            f"{phase}_s": getattr(native, f"{phase}_ns") * 1e-9 for phase in phases
+        }
+
+    def reset_stats(self) -> None:
+        self._shared.reset_stats()
+
+    def close(self) -> None:
+        self._shared.close()
+        self._pending.clear()
+
+
+class MessageReducer:
+    """Hands requests to the message executor."""
+
+    def __init__(self, executor: MessageExecutor, place: Place) -> None:
+        self._executor = executor
+        self._place = place
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self.reset_stats()
+
+    def submit(self, request: Request) -> JobWork:
+        tensor, compression, place = request.tensor, request.compression, self._place
+        increment_version(tensor)
+        flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+        layers = place.layers.cut(tensor.numel(), compression, place.settings)
+        layout = make_layout(layers, place.world, tensor.element_size(), place.settings.fusion_nbytes)
+        facts = (request.operation, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), request.reduction)
+        with self._lock:
+            self._sequence += 1
+            rounding = Rounding(place.settings.stochastic, place.settings.seed, self._sequence)
+            agreed = stable_hash((*facts, compression.bits, compression.block))
+            job = self._executor.allreduce(flat, layout, place.scale(request.reduction), rounding, agreed)
+            self._counts["operations"] += 1
+            self._counts["compressed_operations"] += compression.bits != 32
+            self._counts["bytes_before"] += tensor.numel() * tensor.element_size()
+            self._counts["bytes_after"] += sum(part.nbytes for part in layout.slices)
+        return JobWork(job, request.result, place.completions)
+
+    def stats(self) -> dict[str, float]:
+        return {**self._counts, **self._executor.stats()}
+
+    def reset_stats(self) -> None:
+        self._counts: dict[str, float] = dict.fromkeys(
+            ("operations", "compressed_operations", "bytes_before", "bytes_after"), 0
+        )
+        self._executor.reset_stats()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def stable_hash(facts: Sequence[object]) -> int:
+    """The same in every process, as `hash` of a string is not."""
+    return zlib.crc32(repr(facts).encode())
