@@ -34,6 +34,7 @@ from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.layers import LayerTable
 from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
 from torch_cgx.transports.gloo import GlooTransport
+from torch_cgx.untraced import skip_package
 from torch_cgx.work import CarriedWork, Completions, CompositeWork, DoneWork
 
 __all__ = ["ProcessGroupCGX", "create", "live_groups"]
@@ -365,3 +366,4 @@ def _after_fork() -> None:
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_after_fork)
+skip_package("torch_cgx")
