@@ -1,7 +1,8 @@
 """The collectives that torch's own engines carry: signatures, and what each says on the board. No decisions.
 
 Method names and argument orders are those of `torch.distributed.ProcessGroup`, which Python and, through trampolines,
-C++ (DDP, functional collectives) call.
+C++ (DDP, functional collectives) call. Every method that has a trampoline must be overridden: torch's own would call Gloo
+while it holds the GIL, which Gloo's threads wait for while they hold Gloo's lock, to free tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_cgx.calls import reduction_name
+from torch_cgx.work import Completions, CompositeWork
 
 __all__ = ["CarriedCollectives"]
 
 
 class CarriedCollectives(dist.ProcessGroup):
     """Everything but what is made of allreduces, in terms of `_carry`."""
+
+    _completions: Completions
 
     def _backend(self, tensor: Tensor) -> Any:
         raise NotImplementedError
@@ -75,6 +79,12 @@ class CarriedCollectives(dist.ProcessGroup):
         return self._carry("all_gather_into_tensor", run, input.dtype, _shape(input), [output])
 
     all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        parts = [self._allgather_base(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
+        return CompositeWork(parts, lambda: None, list(outputs), self._completions)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()

@@ -55,7 +55,7 @@ class PolledWork(Work):
         if not self._done:
             try:
                 self._done = self._poll(slice_ms)
-            except CGXError as error:
+            except RuntimeError as error:
                 self._failure = error
                 raise
         return self._done
@@ -78,7 +78,7 @@ class PolledWork(Work):
     def is_completed(self) -> bool:
         try:
             return self.poll(0)
-        except CGXError:
+        except RuntimeError:
             return True
 
     def is_success(self) -> bool:
@@ -158,19 +158,21 @@ class CarriedWork(PolledWork):
                 self._group.check(self._sequence, look_at_peers=True)
             if _SLICE_ENDED in str(error):
                 return False
-            raise self._translated(error) from error
+            raise self._translated(error) from None
         if self._group is not None:
             self._group.check(self._sequence, look_at_peers=False)
         return True
 
-    def _translated(self, error: RuntimeError) -> CGXError:
-        """Gloo's error as one of ours, told to the peers."""
+    def _translated(self, error: RuntimeError) -> RuntimeError:
+        """Trouble between ranks as one of our errors, told to the peers; what Gloo refuses to do as it is."""
         text = str(error)
-        kind: type[CGXError] = CGXError
+        kind: type[CGXError]
         if "imed out" in text:
             kind = CGXTimeoutError
         elif "onnection" in text or "peer" in text:
             kind = PeerLostError
+        else:
+            return error
         if self._group is None:
             return kind(f"{self._what} failed: {text}")
         behind = self._group.laggards(self._sequence)
