@@ -1,8 +1,8 @@
 """The collectives that torch's own engines carry: signatures, and what each says on the board. No decisions.
 
 Method names and argument orders are those of `torch.distributed.ProcessGroup`, which Python and, through trampolines,
-C++ (DDP, functional collectives) call. Every method that has a trampoline must be overridden: torch's own would call Gloo
-while it holds the GIL, which Gloo's threads wait for while they hold Gloo's lock, to free tensors.
+C++ (DDP, functional collectives) call. Every method that has a trampoline must be overridden: torch's own would call
+Gloo while it holds the GIL, which Gloo's threads wait for while they hold Gloo's lock, to free tensors.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ def error_bound(
 
 
 def _off(lo: Tensor, hi: Tensor, bits: int, rounding: float) -> Tensor:
-    unit = ((hi - lo) / (2**bits - 1)).clamp_min(2.0**-126)
-    return rounding * unit * (1 + 2.0**-20) + 2.0**-22 * torch.maximum(lo.abs(), hi.abs())
+    unit: Tensor = ((hi - lo) / (2**bits - 1)).clamp_min(2.0**-126)
+    off: Tensor = rounding * unit * (1 + 2.0**-20) + 2.0**-22 * torch.maximum(lo.abs(), hi.abs())
+    return off
 
 
 def _extremes(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
