@@ -125,6 +125,16 @@ inline void write_back_one(T* out, int64_t i, float v) {
   from_float(v, out + i);
 }
 
+// Where the tensor goes on behind a block of n values: what x reads, or what is written back.
+template <class T>
+inline const T* next_block(const T* x, NoWriteBack, int64_t n) {
+  return x + n;
+}
+template <class T, class Back>
+inline const Back* next_block(const T*, Back* back, int64_t n) {
+  return back + n;
+}
+
 // Quantizes n values of one block into the level stream; back, if not NoWriteBack, receives their decoded values.
 template <class Level, int Bits, class Rounding, class T, class Back>
 inline void quantize_block(const T* x, int64_t n, const BlockScale& scale, const Rounding& rounding, int64_t index,
@@ -143,7 +153,11 @@ inline void quantize_block(const T* x, int64_t n, const BlockScale& scale, const
   if (stream.aligned) {
     const int64_t start = stream.position / 8 * Bits;
     constexpr int64_t group = 4 * kLanes;
+    const auto* next = next_block(x, back, n);
     for (; i + group <= n; i += group) {
+      // Finding the next block's range waits for memory, and this loop does not: it asks for that block meanwhile.
+      for (size_t line = 0; line < group * sizeof *next; line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(next + i) + line);
       const auto a = quantize_lanes(i), b = quantize_lanes(i + 8), c = quantize_lanes(i + 16),
                  d = quantize_lanes(i + 24);
       const int64_t at = start + i / 8 * Bits;
