@@ -89,6 +89,10 @@ struct Avx2 {
     } else if constexpr (Bits == 1) {
       const int32_t word = _mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7));
       std::memcpy(out, &word, sizeof word);
+    } else if constexpr (Bits == 4) {  // the most used width: pairs of levels are bytes already
+      const Ints pairs = _mm256_maddubs_epi16(_mm256_set1_epi16(1 | (16 << 8)), bytes);
+      const Ints packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(packed));
     } else {
       const Ints factors8 = _mm256_set1_epi16(static_cast<int16_t>(1 | (1 << (Bits + 8))));
       const Ints pairs = _mm256_maddubs_epi16(factors8, bytes);

@@ -155,9 +155,9 @@ inline void quantize_block(const T* x, int64_t n, const BlockScale& scale, const
     constexpr int64_t group = 4 * kLanes;
     const auto* next = next_block(x, back, n);
     for (; i + group <= n; i += group) {
-      // Finding the next block's range waits for memory, and this loop does not: it asks for that block meanwhile.
+      // Finding the range of a block waits for memory, and this loop does not: it asks for what comes next meanwhile.
       for (size_t line = 0; line < group * sizeof *next; line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(next + i) + line);
+        __builtin_prefetch(reinterpret_cast<const char*>(next + n / 2 + i) + line);
       const auto a = quantize_lanes(i), b = quantize_lanes(i + 8), c = quantize_lanes(i + 16),
                  d = quantize_lanes(i + 24);
       const int64_t at = start + i / 8 * Bits;
@@ -211,8 +211,10 @@ inline void dequantize_block(const Header& header, const uint8_t* levels, Stream
   int64_t i = 0;
   if (stream.aligned) {
     const uint8_t* p = levels + stream.position / 8 * Bits;
-    const uint8_t* last_whole_word = levels + stream.end_nbytes - 8;
-    for (; i + kLanes <= n && p <= last_whole_word; i += kLanes, p += Bits)
+    // unpack reads 8 bytes: near the end of the stream it gets a copy.
+    const int64_t readable = stream.end_nbytes - stream.position / 8 * Bits - 8;
+    const int64_t direct = readable < 0 ? 0 : std::min(n / kLanes, readable / Bits + 1) * kLanes;
+    for (; i < direct; i += kLanes, p += Bits)
       visit(i, Level::add(lo, Level::mul(unit, Level::to_floats(Level::template unpack<Bits>(p)))));
     for (; i + kLanes <= n; i += kLanes, p += Bits) {
       uint8_t word[8] = {};

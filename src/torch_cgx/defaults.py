@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from torch_cgx.config import Compression, compression_from_environ
 
@@ -57,7 +58,9 @@ def compression() -> Compression:
     """What holds for an all_reduce that is called now, without a hook."""
     if _exact_depth:
         return _EXACT
-    found = compression_from_environ()
-    if _bits is None and _block is None:
-        return found
-    return Compression(found.bits if _bits is None else _bits, found.block if _block is None else _block)
+    return _combined(compression_from_environ(), _bits, _block)
+
+
+@lru_cache(maxsize=64)
+def _combined(found: Compression, bits: int | None, block: int | None) -> Compression:
+    return Compression(found.bits if bits is None else bits, found.block if block is None else block)

@@ -29,6 +29,7 @@ __all__ = ["CarriedWork", "Completions", "CompositeWork", "DoneWork", "JobWork",
 
 SLICE_MS = 100  # between two looks at signals
 _CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
+_DYING_S = 1.0  # how long the death of a peer may take to show after its connection was lost
 _SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 
 
@@ -175,11 +176,21 @@ class CarriedWork(PolledWork):
             return error
         if self._group is None:
             return kind(f"{self._what} failed: {text}")
+        if kind is PeerLostError:
+            self._name_the_lost()
         behind = self._group.laggards(self._sequence)
         who = f"{behind}. Make sure that all ranks call the same collectives. " if behind else ""
         ours = kind(f"{self._what} failed: {who}({text})")
         self._group.fail(ours)
         return ours
+
+    def _name_the_lost(self) -> None:
+        """Raise an error that names the peer, if one dies now: a process's sockets close a moment before it is gone."""
+        assert self._group is not None
+        deadline = time.monotonic() + _DYING_S
+        while time.monotonic() < deadline:
+            self._group.check(self._sequence, look_at_peers=True)
+            time.sleep(0.001)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if self._group is None:

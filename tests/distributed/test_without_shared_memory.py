@@ -1,0 +1,389 @@
+"""Groups whose ranks share no memory, or lack the native library: the same sums, over messages.
+
+Each rank gets a CGX_NODE_ID of its own here, which is all that a second host is to a group. The sums must be those of
+shared memory to the bit, as long as a tensor fits into one slice there; larger ones are cut differently.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_cgx
+from distributed.gradients import BITS, DTYPES, digest, is_exact, noise, within_bound
+from distributed.harness import Outcome, Rank, describe, observe_ranks, run_ranks
+from torch_cgx.kernels.cpu import available
+
+SIZES = (16, 17, 513, 4097, 20_001)
+LARGE = 200_003
+SOON_S = 5.0
+GROUP_TIMEOUT_S = 3.0
+
+needs_native = pytest.mark.skipif(not available(), reason="installed without the native library")
+
+
+def apart(world: int) -> dict[int, dict[str, str]]:
+    """Every rank on a node of its own."""
+    return {rank: {"CGX_NODE_ID": f"host-{rank}"} for rank in range(world)}
+
+
+def uses_shared_memory() -> bool:
+    group: Any = dist.group.WORLD
+    return group._shared is not None
+
+
+def compressed_sums(me: Rank, shared: bool, check: bool = True) -> list[str]:
+    assert uses_shared_memory() is shared
+    cases = [
+        (bits, dtype, average, numel)
+        for bits in range(1, 9)
+        for index, (dtype, average) in enumerate((d, a) for d in DTYPES for a in (False, True))
+        for numel in SIZES[(bits + index) % 3 :: 3]
+    ]
+    cases += [(bits, DTYPES[bits % 3], bits % 2 == 0, LARGE) for bits in range(1, 9)]
+    digests: list[str] = []
+    for bits, dtype, average, numel in cases:
+        os.environ[BITS] = str(bits)
+        x = noise(me.rank, numel, dtype)
+        dist.all_reduce(x, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        if check and me.rank == len(digests) % me.world:
+            within_bound(x, me.world, bits, average=average)
+        digests.append(digest(x))
+    return digests
+
+
+@needs_native
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_messages_give_the_bits_of_shared_memory_on_all_ranks(world: int) -> None:
+    first, *others = run_ranks(compressed_sums, world, "cgx", False, rank_env=apart(world))
+    assert len(first) > 80
+    assert all(other == first for other in others)
+    assert run_ranks(compressed_sums, world, "cgx", True, False)[0] == first
+
+
+def stochastic_sums(me: Rank, shared: bool) -> list[str]:
+    assert uses_shared_memory() is shared
+    digests = []
+    for numel in (16, 513, 20_001, 20_001):
+        x = noise(me.rank, numel)
+        dist.all_reduce(x)
+        within_bound(x, me.world, 4, rounding=1.0)
+        digests.append(digest(x))
+    return digests
+
+
+@needs_native
+def test_stochastic_rounding_rolls_the_same_dice_over_messages() -> None:
+    env = {BITS: "4", "CGX_COMPRESSION_STOCHASTIC": "1", "CGX_COMPRESSION_SEED": "11"}
+    first, *others = run_ranks(stochastic_sums, 3, "cgx", False, env=env, rank_env=apart(3))
+    assert first[2] != first[3]  # each operation rolls its own
+    assert all(other == first for other in others)
+    assert run_ranks(stochastic_sums, 3, "cgx", True, env=env)[0] == first
+
+
+def in_slices(me: Rank) -> str:
+    """A tensor that is larger than the fusion buffer, with a raw tail, beside one that is registered in layers."""
+    torch_cgx.register_layer(0, 0, 1000, 2, 64)
+    torch_cgx.register_layer(0, 1, 3001, 8, 512)
+    layered = noise(me.rank, 4001)
+    dist.all_reduce(layered)
+    expected = sum(noise(r, 4001) for r in range(me.world))
+    assert isinstance(expected, Tensor)
+    assert 0.05 < (layered - expected)[:1000].abs().max() and (layered - expected)[1000:].abs().max() < 0.1
+    x = noise(me.rank, 700_001)
+    dist.all_reduce(x)
+    within_bound(x, me.world, 8)
+    return digest(torch.cat((layered, x)))
+
+
+def test_large_tensors_go_in_slices_and_layers_by_themselves() -> None:
+    env = {BITS: "8", "CGX_FUSION_BUFFER_SIZE_MB": "1"}
+    digests = run_ranks(in_slices, 3, "cgx", env=env, rank_env=apart(3))
+    assert len(set(digests)) == 1
+
+
+def exact_sums(me: Rank) -> list[str]:
+    assert not uses_shared_memory()
+    digests = []
+    for dtype in (*DTYPES, torch.float64):
+        for numel in (1, 15, 1000, LARGE):
+            for average in (False, True):
+                x = noise(me.rank, numel, dtype)
+                dist.all_reduce(x, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+                assert is_exact(x * me.world if average else x, me.world), (dtype, numel, average)
+                digests.append(digest(x))
+    for op, expected in ((dist.ReduceOp.MAX, me.world - 1), (dist.ReduceOp.SUM, sum(range(me.world)))):
+        y = torch.full((100,), me.rank)
+        dist.all_reduce(y, op)
+        assert (y == expected).all()
+    with torch_cgx.uncompressed():
+        torch_cgx.set_default(bits=1)
+        x = noise(me.rank, 5000)
+        dist.all_reduce(x)
+        assert is_exact(x, me.world)
+    scattered = torch.zeros(100)
+    dist.reduce_scatter_tensor(scattered, torch.full((100 * me.world,), 0.1))
+    torch.testing.assert_close(scattered, torch.full((100,), 0.1 * me.world))
+    dist.barrier()
+    return digests
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_exact_sums_and_averages_are_right(world: int) -> None:
+    first, *others = run_ranks(exact_sums, world, "cgx", rank_env=apart(world))
+    assert all(other == first for other in others)
+
+
+def everything_in_flight(me: Rank) -> list[str]:
+    """Asynchronous, on two groups, coalesced, transposed, as inference, by futures."""
+    groups = [None, dist.new_group()]
+    pending = []
+    for turn in range(12):
+        x = noise(me.rank, (100, 3000, 50_000)[turn % 3])
+        pending.append((dist.all_reduce(x, group=groups[turn % 2], async_op=True), x))
+    for work, x in reversed(pending):
+        assert work is not None
+        work.wait()
+        assert work.is_completed() and work.is_success()
+        within_bound(x, me.world, 4)
+    results = [x for _, x in pending]
+    tensors = [noise(me.rank, numel) for numel in (10, 100, 5000)]
+    dist.all_reduce_coalesced(tensors)
+    turned = noise(me.rank, 6000).view(60, 100).t()
+    dist.all_reduce(turned)
+    within_bound(turned.t().flatten(), me.world, 4)
+    chained = noise(me.rank, 3000)
+    work = dist.all_reduce(chained, async_op=True)
+    assert work is not None
+    assert torch.equal(work.get_future().then(lambda future: future.value()[0] * 2).wait(), chained * 2)
+    return [digest(x) for x in (*results, *tensors, turned, chained)]
+
+
+def test_asynchronous_and_coalesced_all_reduces_over_messages() -> None:
+    first, *others = run_ranks(everything_in_flight, 3, "cgx", env={BITS: "4"}, rank_env=apart(3))
+    assert all(other == first for other in others)
+
+
+def in_inference_mode(me: Rank) -> None:
+    with torch.inference_mode():
+        x = noise(me.rank, 5000)
+        dist.all_reduce(x)
+        within_bound(x, me.world, 4)
+        y = noise(me.rank, 5000)
+        with torch_cgx.uncompressed():
+            dist.all_reduce(y, dist.ReduceOp.AVG)
+        assert is_exact(y * me.world, me.world)
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=needs_native), 2])
+def test_tensors_of_inference_mode_are_reduced(nodes: int) -> None:
+    run_ranks(in_inference_mode, 2, "cgx", env={BITS: "4"}, rank_env=apart(2) if nodes == 2 else {})
+
+
+def trained(me: Rank) -> tuple[Tensor, float, float]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from distributed.training import flat, loss_of, make_net, train
+
+    assert not uses_shared_memory()
+    net = DistributedDataParallel(make_net(), bucket_cap_mb=0.005)
+    before = sum(loss_of(net.module, step, me.rank).item() for step in range(20))
+    train(net, me.rank, 20)
+    after = sum(loss_of(net.module, step, me.rank).item() for step in range(20))
+    return flat(net), before, after
+
+
+def test_ddp_trains_over_messages_and_ranks_stay_together() -> None:
+    (first, before, after), (second, _, _) = run_ranks(trained, 2, "cgx", env={BITS: "4"}, rank_env=apart(2))
+    assert torch.equal(first, second)
+    assert after < 0.8 * before
+
+
+def counted(me: Rank) -> dict[str, float]:
+    x = noise(me.rank, LARGE)
+    dist.all_reduce(x)
+    dist.all_reduce(x)
+    found = torch_cgx.stats()
+    torch_cgx.reset_stats()
+    assert torch_cgx.stats()["bytes_sent"] == 0 and torch_cgx.stats()["operations"] == 0
+    dist.all_reduce(x)
+    assert torch_cgx.stats()["operations"] == 1
+    return found
+
+
+def test_stats_count_what_messages_carried() -> None:
+    world = 3
+    found = run_ranks(counted, world, "cgx", env={BITS: "4"}, rank_env=apart(world))
+    for figures in found:
+        assert figures["operations"] == figures["compressed_operations"] == 2
+        assert figures["bytes_before"] == 2 * 4 * LARGE
+        payload = torch_cgx.payload_nbytes(LARGE, torch.float32, 4, 512)
+        assert figures["bytes_after"] == pytest.approx(2 * payload, rel=0.001)
+        assert all(figures[f"{phase}_s"] > 0 for phase in ("encode", "wait", "reduce", "decode"))
+    # Every rank's part of every foreign chunk, and every sum to every other rank.
+    sent = sum(figures["bytes_sent"] for figures in found)
+    assert sent == pytest.approx(2 * (world - 1) * found[0]["bytes_after"], rel=0.001)
+
+
+def raised(outcome: Outcome, *kinds: str) -> None:
+    report = describe([outcome])
+    assert not outcome.timed_out and outcome.exit_code == 1, report
+    assert set(kinds) & set(outcome.error_kinds), f"expected {' or '.join(kinds)}\n{report}"
+
+
+def call_differently(me: Rank, how: str) -> list[float]:
+    dist.all_reduce(torch.ones(1000))
+    other = me.rank == 1
+    x = torch.ones(1000)
+    me.mark()
+    if how == "larger":
+        x = torch.ones(500_000 if other else 1000)
+    elif how == "a little larger":
+        x = torch.ones(1001 if other else 1000)
+    elif how == "same number of values":
+        x = torch.ones(20, 50) if other else torch.ones(1000)
+    elif how == "dtype":
+        x = x.half() if other else x
+    elif how == "bits":
+        torch_cgx.set_default(bits=8 if other else 4)
+    elif how == "bucket size":
+        torch_cgx.set_default(bucket_size=64 if other else 512)
+    elif how == "average":
+        dist.all_reduce(x, dist.ReduceOp.AVG if other else dist.ReduceOp.SUM)
+        return x.tolist()
+    elif how == "exact":
+        torch_cgx.set_default(bits=32 if other else 4)
+    elif how == "another operation":
+        if other:
+            dist.broadcast(x, 0)
+            return x.tolist()
+    elif how == "order":
+        x = torch.ones(1000 if other else 2000)
+        dist.all_reduce(x)
+        x = torch.ones(2000 if other else 1000)
+    else:
+        raise AssertionError(how)
+    dist.all_reduce(x)
+    return x.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "how", ["larger", "a little larger", "same number of values", "dtype", "bits", "bucket size", "average", "order"]
+)
+def test_ranks_that_call_all_reduce_differently_raise(how: str) -> None:
+    outcomes = observe_ranks(
+        call_differently, 2, "cgx", how, env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S
+    )
+    for outcome in outcomes:
+        raised(outcome, "MismatchError", "PeerLostError", "CGXTimeoutError")
+    assert any("MismatchError" in outcome.error_kinds for outcome in outcomes), describe(outcomes)
+
+
+@pytest.mark.parametrize("how", ["exact", "another operation"])
+def test_ranks_that_call_something_else_raise_with_the_groups_timeout(how: str) -> None:
+    # Gloo and our messages are different connections: only time tells.
+    first, second = observe_ranks(
+        call_differently, 2, "cgx", how, env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S
+    )
+    raised(first, "CGXTimeoutError", "PeerLostError")
+    assert first.after_mark_s is not None and first.after_mark_s < GROUP_TIMEOUT_S + SOON_S
+    if how == "exact":
+        raised(second, "CGXTimeoutError", "PeerLostError")
+
+
+def reduce_until_one_dies(me: Rank) -> None:
+    x = torch.ones(100_000)
+    dist.all_reduce(x)
+
+    def die() -> None:
+        me.mark()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if me.rank == 2:
+        threading.Timer(0.3, die).start()
+    while True:
+        dist.all_reduce(x)
+        x.fill_(1.0)
+
+
+@pytest.mark.parametrize("bits", ["4", "32"])
+def test_survivors_of_a_kill_raise_soon(bits: str) -> None:
+    outcomes = observe_ranks(reduce_until_one_dies, 3, "cgx", env={BITS: bits}, rank_env=apart(3), real_exit=True)
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:2]:
+        raised(outcome, "PeerLostError")
+        assert outcome.after_mark_s is not None and outcome.after_mark_s < SOON_S
+    if bits != "32":  # of an exact sum Gloo does not say whom it lost
+        assert any("rank 2" in outcome.message for outcome in outcomes[:2])
+
+
+def one_never_calls(me: Rank) -> None:
+    dist.all_reduce(torch.ones(1000))
+    if me.rank == 1:
+        me.store.wait(["rank 0 has raised"])
+        return
+    me.mark()
+    try:
+        dist.all_reduce(torch.ones(1000))
+    finally:
+        me.store.set("rank 0 has raised", "")
+
+
+def test_waiting_for_a_rank_that_never_calls_ends_with_the_groups_timeout() -> None:
+    first, _ = observe_ranks(
+        one_never_calls, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S
+    )
+    raised(first, "CGXTimeoutError")
+    assert "rank 1" in first.message
+    assert first.after_mark_s is not None
+    assert GROUP_TIMEOUT_S - 0.5 < first.after_mark_s < GROUP_TIMEOUT_S + SOON_S
+
+
+def after_a_failure(me: Rank) -> None:
+    with pytest.raises(torch_cgx.CGXError):
+        dist.all_reduce(torch.ones(1000 + me.rank))
+    started = time.monotonic()
+    with pytest.raises(torch_cgx.CGXError):
+        dist.all_reduce(torch.ones(1000))
+    assert time.monotonic() - started < SOON_S
+    dist.destroy_process_group()
+    me.start_group("cgx", name="again")
+    x = torch.ones(1000)
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.full((1000,), float(me.world)))
+
+
+def test_after_a_failure_a_group_only_raises_and_a_new_one_works() -> None:
+    run_ranks(after_a_failure, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S)
+
+
+def one_without_the_library(me: Rank, without: int) -> list[str]:
+    from torch_cgx import _native
+
+    if me.rank == without:
+        load, _native._loaded = _native._load, []
+        _native._load = lambda path: load(path.with_name("absent.so"))  # type: ignore[assignment]
+        assert _native.library() is None
+    me.start_group("cgx")
+    return compressed_sums(me, shared=False, check=False)
+
+
+@needs_native
+def test_one_rank_without_the_native_library_has_the_same_bits_and_warns_once() -> None:
+    outcomes = observe_ranks(one_without_the_library, 3, None, 1)
+    assert all(outcome.ok for outcome in outcomes), describe(outcomes)
+    first, *others = (outcome.value for outcome in outcomes)
+    assert all(other == first for other in others)
+    assert run_ranks(compressed_sums, 3, "cgx", True, False)[0] == first
+    log = "".join(outcome.log for outcome in outcomes)
+    assert log.count("has no native library") == 1, log
+    assert log.count("torch_cgx") == outcomes[1].log.count("torch_cgx") > 0
+    assert outcomes[0].log.strip() == outcomes[2].log.strip() == ""
