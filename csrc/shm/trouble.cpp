@@ -12,19 +12,25 @@ namespace cgx {
 namespace {
 
 constexpr int64_t kNapNs = 20000000;  // between two looks at whether the peer lives
+// How long to give way to others before sleeping. Four ranks on two cores need 130 us for 64 KB without, 50 us with it.
+constexpr int64_t kYieldNs = 200000;
 
 }  // namespace
 
 int Group::wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer,
                     int64_t until_ns) {
   if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
-  const int64_t spin_until_ns = now_ns() + spin_ns_;
+  const int64_t begin_ns = now_ns();
   do {
     for (int i = 0; i < 32; ++i) {
       if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
       pause_briefly();
     }
-  } while (now_ns() < spin_until_ns);
+  } while (now_ns() < begin_ns + spin_ns_);
+  while (now_ns() < begin_ns + kYieldNs) {
+    sched_yield();
+    if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
+  }
 
   RankControl& me = ranks_[rank_];
   for (;;) {
@@ -62,8 +68,9 @@ int Group::look_for_trouble(const Operation& op, int64_t peer) {
     if (other != rank_ && board_.differs(other, op.sequence)) return fail_mismatch(other, op.sequence);
 
   const RankControl& them = ranks_[peer];
-  const bool left = them.life.load(std::memory_order_acquire) == kLeft;
-  if (left || watch_.is_dead(peer, them.pid.load(), them.start_time.load())) {
+  const uint32_t life = them.life.load(std::memory_order_acquire);
+  const bool left = life == kLeft;
+  if (left || (life != kAbsent && watch_.is_dead(peer, them.pid.load(), them.start_time.load()))) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (poison_arrived()) return status_.load();
     fail(CGX_ERROR_PEER_LOST, name(rank_) + " lost " + name(peer) + " in " + operation_name(op) +
