@@ -169,8 +169,8 @@ CGX_API int cgx_group_wait(cgx_group* group, int64_t operation, int64_t slice_ms
 /* Lets the group's thread take over what a caller left in the middle. */
 CGX_API void cgx_group_kick(cgx_group* group);
 CGX_API int64_t cgx_group_completed(const cgx_group* group);
-/* Looks for trouble around an operation that another engine carries: poison and lost step, and, if asked, dead peers.
- */
+/* Looks for trouble around an operation that another engine carries: poison and lost step; look_at_peers 1: also peers
+ * that died before they made this call; 2: any peer that died. */
 CGX_API int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peers);
 /* Which peers have not made the call with this number yet, and where they stand: for messages. */
 CGX_API void cgx_group_laggards(cgx_group* group, int64_t sequence, char* text, int64_t text_nbytes);
@@ -181,7 +181,7 @@ CGX_API void cgx_group_times(const cgx_group* group, int64_t operation, int64_t*
                              int64_t* finished);
 CGX_API void cgx_group_stats(const cgx_group* group, cgx_stats* stats);
 CGX_API void cgx_group_reset_stats(cgx_group* group);
-/* Says good-bye to the peers, stops the thread, fails what is pending. Wait for nothing after it; free once. */
+/* Says good-bye to the peers, stops the thread, fails what is pending. Free once, when nobody waits any more. */
 CGX_API void cgx_group_close(cgx_group* group);
 CGX_API void cgx_group_free(cgx_group* group);
 

@@ -79,7 +79,7 @@ void cgx_group_kick(cgx_group* group) { group->inner.kick(); }
 int64_t cgx_group_completed(const cgx_group* group) { return group->inner.completed(); }
 
 int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peers) {
-  return look_at_peers ? group->inner.check_peers(sequence) : group->inner.check(sequence);
+  return look_at_peers ? group->inner.check_peers(sequence, look_at_peers > 1) : group->inner.check(sequence);
 }
 
 void cgx_group_laggards(cgx_group* group, int64_t sequence, char* text, int64_t text_nbytes) {

@@ -84,6 +84,7 @@ std::string Board::describe(const cgx_call& call) const {
   if (call.root >= 0) text << ", root " << call.root;
   if (call.bits > 0 && call.bits < 32) text << ", " << call.bits << " bits, bucket size " << call.block;
   if (call.bits == 32) text << ", exact";
+  if (call.layout != 0) text << ", layers and strides #" << std::hex << (call.layout & 0xFFFFFFFF) << std::dec;
   text << ')';
   return text.str();
 }

@@ -1,12 +1,14 @@
 // The control segment: what ranks of a group tell each other besides payloads.
 //
 // Rules of the protocol (docs/design.md tells them in full):
-//   flag    the writer of a slot stores the slice's number there, with release, once the payload is whole;
-//   done    a rank stores the number of the slice that it has left behind: it will read nothing of it any more;
-//   halves  slice t lives in half t mod 2 of the data segment, so a rank may write slice t once all peers are done with
-//   t - 2; bell    a rank that sleeps says on whom it waits, looks once more, and sleeps on its bell; whoever stores a
-//   flag or a done
-//           rings the bells of those that wait on it. Both sides put a full fence between their store and their look.
+//
+// - flag: the writer of a slot stores the slice's number there, with release, once the payload is whole.
+// - done: a rank stores the number of the slice that it has left behind; it will read nothing of it any more.
+// - halves: slice t lives in half t mod 2 of the data segment, so a rank may write slice t once all peers are done with
+//   t - 2.
+// - bell: a rank that sleeps says on whom it waits, looks once more, and sleeps on its bell; whoever stores a flag or a
+//   done rings the bells of those that wait on it. Both sides put a full fence between their store and their look.
+//
 // All fields are atomic or written once before the segment is shared. Nothing read here is trusted as a length or
 // index.
 #pragma once
@@ -27,6 +29,7 @@ enum RankLife : uint32_t { kAbsent = 0, kPresent = 1, kLeft = 2 };
 
 struct alignas(64) Flag {
   std::atomic<uint64_t> slice;
+  std::atomic<uint64_t> fingerprint[2];  // by half: of the call that the payload belongs to
 };
 
 struct alignas(64) BoardEntry {

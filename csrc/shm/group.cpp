@@ -8,6 +8,16 @@
 #include "waiting.h"
 
 namespace cgx {
+namespace {
+
+uint64_t fingerprint_of(const cgx_call& call, int64_t sequence) {
+  uint64_t hash = 0xCBF29CE484222325ull ^ static_cast<uint64_t>(sequence);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(&call);
+  for (size_t i = 0; i < sizeof call; ++i) hash = (hash ^ bytes[i]) * 0x100000001B3ull;
+  return hash;
+}
+
+}  // namespace
 
 Group::Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, int simd,
              int64_t segment_limit_nbytes)
@@ -50,12 +60,14 @@ int64_t Group::note(const cgx_call& call) {
 
 int64_t Group::submit(const cgx_call& call, cgx_submission* what) {
   if (closed_.load()) return CGX_ERROR_CLOSED;
+  if (status_.load() != CGX_OK) return status_.load();
   Operation op;
   op.what = *what;
   op.submitted_ns = now_ns();
   what->completed = completed();
   std::lock_guard<std::mutex> lock(queue_mutex_);
   op.sequence = board_.note(call);
+  op.fingerprint = fingerprint_of(call, op.sequence);
   op.what.rounding.op = static_cast<uint64_t>(op.sequence);
   op.number = ++submitted_;
   queue_.push_back(op);
@@ -80,8 +92,13 @@ void Group::work() {
       if (stopping_) return;
       thread_wanted_ = false;
     }
-    std::lock_guard<std::mutex> role(role_);
-    run_queue(INT64_MAX, INT64_MAX);
+    {
+      std::lock_guard<std::mutex> role(role_);
+      run_queue(INT64_MAX, INT64_MAX);
+    }
+    // A caller that came while the role was taken sleeps, and relies on this thread for what it has queued.
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    thread_wanted_ = thread_wanted_ || !queue_.empty();
   }
 }
 
@@ -89,6 +106,10 @@ int Group::wait(int64_t number, int64_t slice_ms) {
   const int64_t until_ns = now_ns() + slice_ms * 1000000;
   for (;;) {
     if (completed() >= number) return CGX_OK;
+    if (slice_ms == 0 && status_.load() == CGX_OK && !closed_.load()) {  // only a look: others do the work
+      kick();
+      return CGX_PENDING;
+    }
     const int status = status_.load(std::memory_order_acquire);
     if (status != CGX_OK) return status;
     if (closed_.load()) return CGX_ERROR_CLOSED;
@@ -111,6 +132,7 @@ int Group::wait(int64_t number, int64_t slice_ms) {
 
 int Group::run_queue(int64_t target, int64_t until_ns) {
   while (completed() < target) {
+    if (closed_.load()) return CGX_ERROR_CLOSED;
     Operation* op;
     {
       std::lock_guard<std::mutex> lock(queue_mutex_);
@@ -192,40 +214,48 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
   cgx_rounding rounding = op.what.rounding;
   rounding.rank = static_cast<uint32_t>(rank_);
   const int64_t begin_ns = now_ns();
+  int status = CGX_OK;
   switch (step.kind) {
     case CGX_STEP_ENCODE:
       rounding.stage = 0;
-      cgx_encode(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, slot_data(op, step.slot), &rounding);
+      status =
+          cgx_encode(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, slot_data(op, step.slot), &rounding);
       count(kEncodeNs, now_ns() - begin_ns);
-      return CGX_OK;
+      break;
     case CGX_STEP_SEND:
+      flag(rank_, slot.flag).fingerprint[slice_number_ & 1].store(op.fingerprint, std::memory_order_relaxed);
       flag(rank_, slot.flag).slice.store(slice_number_, std::memory_order_release);
       std::atomic_thread_fence(std::memory_order_seq_cst);
       ring(step.peer);
       count(kSent, slot.nbytes);
       return CGX_OK;
     case CGX_STEP_RECEIVE: {
-      const int status = wait_for(op, flag(slot.writer, slot.flag).slice, slice_number_, slot.writer, until_ns);
+      const Flag& theirs = flag(slot.writer, slot.flag);
+      const int waited = wait_for(op, theirs.slice, slice_number_, slot.writer, until_ns);
       count(kWaitNs, now_ns() - begin_ns);
-      // The peer noted its call before it wrote the payload: reading another call's payload is impossible from here on.
-      if (status == CGX_OK && board_.differs(slot.writer, op.sequence)) return fail_mismatch(slot.writer, op.sequence);
-      return status;
+      // The payload of another call must not be read. The writer cannot be two slices ahead, so its mark is still
+      // there.
+      if (waited == CGX_OK && theirs.fingerprint[slice_number_ & 1].load(std::memory_order_relaxed) != op.fingerprint)
+        return fail_mismatch(slot.writer, op.sequence);
+      return waited;
     }
     case CGX_STEP_REDUCE: {
       std::vector<const uint8_t*> payloads(static_cast<size_t>(step.n_inputs));
       for (size_t i = 0; i < payloads.size(); ++i)
         payloads[i] = slot_data(op, plan.inputs[static_cast<size_t>(step.first_input) + i]);
       rounding.stage = 1;
-      cgx_reduce(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
-                 op.what.scale, slot_data(op, step.slot), &rounding);
+      status = cgx_reduce(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
+                          op.what.scale, slot_data(op, step.slot), &rounding);
       count(kReduceNs, now_ns() - begin_ns);
-      return CGX_OK;
+      break;
     }
     default:
-      cgx_decode(simd_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values, 0);
+      status = cgx_decode(simd_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values, 0);
       count(kDecodeNs, now_ns() - begin_ns);
-      return CGX_OK;
+      break;
   }
+  if (status != CGX_OK) fail(status, name(rank_) + ": the kernels refused " + operation_name(op));
+  return status;
 }
 
 // ---- the data segment ----
@@ -244,7 +274,8 @@ int Group::ensure_segment(const Operation& op, int64_t until_ns) {
       // Grow at least twofold, so that slowly rising sizes do not allocate each time.
       const int64_t nbytes = std::min(std::max(needed, 2 * data_.nbytes()), segment_limit_nbytes_) / 128 * 128;
       std::string segment_name;
-      const std::string error = Segment::create(std::max(nbytes, needed), &data_, &segment_name);
+      std::string error = Segment::create(std::max(nbytes, needed), &data_, &segment_name);
+      if (!error.empty() && nbytes > needed) error = Segment::create(needed, &data_, &segment_name);
       if (!error.empty()) {
         fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
         return CGX_ERROR_SHARED_MEMORY;
@@ -319,6 +350,12 @@ void Group::close() {
   ranks_[rank_].bell.fetch_add(1);
   futex_wake(&ranks_[rank_].bell);
   if (thread_.joinable()) thread_.join();
+  // Whoever waited may have been running an operation: tensors may go only when nobody does any more.
+  std::lock_guard<std::mutex> role(role_);
+  {
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    queue_.clear();
+  }
   if (created_generation_) Segment::unlink(control_->data_name);
   ranks_[rank_].life.store(kLeft, std::memory_order_release);
   for (int64_t peer = 0; peer < world_; ++peer) {

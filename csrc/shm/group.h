@@ -22,7 +22,8 @@ namespace cgx {
 
 struct Operation {
   cgx_submission what;
-  int64_t sequence;  // of its call on the board
+  int64_t sequence;      // of its call on the board
+  uint64_t fingerprint;  // of that call: what tells payloads of other calls apart
   int64_t number;
   int64_t submitted_ns;
   int64_t started_ns = 0;
@@ -47,8 +48,9 @@ class Group {
   int wait(int64_t number, int64_t slice_ms);
   void kick();
   int64_t completed() const { return completed_.load(std::memory_order_acquire); }
-  int check(int64_t sequence);        // poison and lost step
-  int check_peers(int64_t sequence);  // and peers that died
+  int check(int64_t sequence);  // poison and lost step
+  // And peers that died: those that cannot have made this call, or `any`.
+  int check_peers(int64_t sequence, bool any);
   std::string laggards(int64_t sequence) const;
   void fail(int status, const std::string& text);
   int error(std::string* text);
@@ -81,7 +83,10 @@ class Group {
 
   // Waiting for a peer to bring `word` to `value`.
   int wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer, int64_t until_ns);
-  int look_for_trouble(const Operation& op, int64_t peer);
+  // Between two naps: CGX_OK, or why the wait is over (CGX_OK too if it turns out that the peer had done its part).
+  int look_for_trouble(const Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer);
+  bool is_gone(int64_t peer);
+  int fail_lost(int64_t peer, const std::string& operation);
   void ring(int64_t peer);
   int ensure_segment(const Operation& op, int64_t until_ns);
 

@@ -21,11 +21,11 @@ namespace cgx {
 uint64_t process_start_time(int pid) {
   const std::string path = "/proc/" + std::to_string(pid) + "/stat";
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) return 0;
+  if (file < 0) return errno == ENOENT || errno == ESRCH ? 0 : kUnknownTime;
   char text[1024];
   const ssize_t length = ::read(file, text, sizeof text - 1);
   ::close(file);
-  if (length <= 0) return 0;
+  if (length <= 0) return errno == ESRCH ? 0 : kUnknownTime;
   text[length] = 0;
   const char* p = std::strrchr(text, ')');  // the command's name may hold anything, but nothing after it does
   if (!p || p + 2 >= text + length || p[2] == 'Z' || p[2] == 'X') return 0;
@@ -45,7 +45,8 @@ bool PeerWatch::is_dead(int64_t peer, int pid, uint64_t start_time) {
     file = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     if (file < 0 && errno == ESRCH) return true;
     // The pid may have been reused before the pidfd was opened.
-    if (process_start_time(pid) != start_time) return true;
+    const uint64_t found = process_start_time(pid);
+    if (found != start_time && found != kUnknownTime && start_time != kUnknownTime) return true;
     if (file < 0) return false;
   }
   pollfd ready = {file, POLLIN, 0};

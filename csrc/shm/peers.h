@@ -8,7 +8,9 @@
 
 namespace cgx {
 
-uint64_t process_start_time(int pid);  // clock ticks since boot; 0: no such process
+// Clock ticks since boot; 0: no such process; kUnknownTime: it cannot be found out.
+constexpr uint64_t kUnknownTime = UINT64_MAX;
+uint64_t process_start_time(int pid);
 
 class PeerWatch {
  public:

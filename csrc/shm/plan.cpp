@@ -31,6 +31,10 @@ bool cgx_plan::consistent(int64_t world, int64_t flags_per_rank) const {
     if (slot.writer < 0 || slot.writer >= world || slot.flag < 0 || slot.flag >= flags_per_rank) return false;
   }
   const auto is_slot = [&](int64_t i) { return i >= 0 && i < static_cast<int64_t>(slots.size()); };
+  const auto fits = [&](const cgx_step& step, int64_t slot) {
+    return range_inside(step.first_piece, step.n_pieces, pieces.size()) &&
+           payload_end(*this, step) <= slots[static_cast<size_t>(slot)].nbytes;
+  };
   for (const cgx_step& step : steps) {
     if (!is_slot(step.slot)) return false;
     switch (step.kind) {
@@ -41,12 +45,13 @@ bool cgx_plan::consistent(int64_t world, int64_t flags_per_rank) const {
       case CGX_STEP_REDUCE:
         if (step.n_inputs < 1 || !range_inside(step.first_input, step.n_inputs, inputs.size())) return false;
         for (int64_t i = 0; i < step.n_inputs; ++i)
-          if (!is_slot(inputs[static_cast<size_t>(step.first_input + i)])) return false;
+          if (const int64_t input = inputs[static_cast<size_t>(step.first_input + i)];
+              !is_slot(input) || !fits(step, input))
+            return false;
         [[fallthrough]];
       case CGX_STEP_ENCODE:
       case CGX_STEP_DECODE:
-        if (!range_inside(step.first_piece, step.n_pieces, pieces.size())) return false;
-        if (payload_end(*this, step) > slots[static_cast<size_t>(step.slot)].nbytes) return false;
+        if (!fits(step, step.slot)) return false;
         break;
       default:
         return false;

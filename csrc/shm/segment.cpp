@@ -65,7 +65,10 @@ std::string Segment::create(int64_t nbytes, Segment* out, std::string* name) {
   const std::string path = kFolder + *name;
   const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (file < 0) return failure("cannot create a file in /dev/shm", errno);
-  const int full = posix_fallocate(file, 0, nbytes);
+  int full;
+  do {
+    full = posix_fallocate(file, 0, nbytes);
+  } while (full == EINTR);
   if (full != 0)
     error = failure("cannot get " + std::to_string(nbytes >> 20) + " MB in /dev/shm", full) +
             " (make it larger, e.g. docker run --shm-size, or lower CGX_FUSION_BUFFER_SIZE_MB)";

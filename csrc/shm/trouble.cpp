@@ -26,8 +26,8 @@ int Group::wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint
       if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
       pause_briefly();
     }
-  } while (now_ns() < begin_ns + spin_ns_);
-  while (now_ns() < begin_ns + kYieldNs) {
+  } while (now_ns() < std::min(begin_ns + spin_ns_, until_ns));
+  while (now_ns() < std::min(begin_ns + kYieldNs, until_ns)) {
     sched_yield();
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
   }
@@ -41,7 +41,7 @@ int Group::wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint
       me.waits_on.store(0, std::memory_order_relaxed);
       return CGX_OK;
     }
-    const int trouble = look_for_trouble(op, peer);
+    const int trouble = look_for_trouble(op, word, value, peer);
     if (trouble == CGX_OK) futex_wait(&me.bell, bell, std::max<int64_t>(0, std::min(kNapNs, until_ns - now_ns())));
     me.waits_on.store(0, std::memory_order_relaxed);
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
@@ -62,23 +62,35 @@ std::string Group::operation_name(const Operation& op) const {
   return "operation " + std::to_string(op.sequence) + ", " + board_.describe(rank_, op.sequence);
 }
 
-int Group::look_for_trouble(const Operation& op, int64_t peer) {
-  if (poison_arrived()) return status_.load();
-  for (int64_t other = 0; other < world_; ++other)
-    if (other != rank_ && board_.differs(other, op.sequence)) return fail_mismatch(other, op.sequence);
-
+bool Group::is_gone(int64_t peer) {
   const RankControl& them = ranks_[peer];
-  const uint32_t life = them.life.load(std::memory_order_acquire);
-  const bool left = life == kLeft;
-  if (left || (life != kAbsent && watch_.is_dead(peer, them.pid.load(), them.start_time.load()))) {
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (poison_arrived()) return status_.load();
-    fail(CGX_ERROR_PEER_LOST, name(rank_) + " lost " + name(peer) + " in " + operation_name(op) +
-                                  ": its process (pid " + std::to_string(them.pid.load()) + ") " +
-                                  (left ? "has left the group (destroy_process_group, or the end of its script)"
-                                        : "is gone (killed, crashed or out of memory)") +
-                                  ". Look at that rank's output for the cause, then restart all ranks.");
-    return CGX_ERROR_PEER_LOST;
+  return them.life.load(std::memory_order_acquire) == kPresent &&
+         watch_.is_dead(peer, them.pid.load(), them.start_time.load());
+}
+
+int Group::fail_lost(int64_t peer, const std::string& operation) {
+  const bool left = ranks_[peer].life.load(std::memory_order_acquire) == kLeft;
+  fail(CGX_ERROR_PEER_LOST, name(rank_) + " lost " + name(peer) + " in " + operation + ": its process (pid " +
+                                std::to_string(ranks_[peer].pid.load()) + ") " +
+                                (left ? "has left the group (destroy_process_group, or the end of its script)"
+                                      : "is gone (killed, crashed or out of memory)") +
+                                ". Look at that rank's output for the cause, then restart all ranks.");
+  return status_.load();
+}
+
+int Group::look_for_trouble(const Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer) {
+  if (poison_arrived()) return status_.load();
+  for (int64_t other = 0; other < world_; ++other) {
+    if (other == rank_) continue;
+    if (board_.differs(other, op.sequence)) return fail_mismatch(other, op.sequence);
+    // A dead rank that has not even called takes part in nothing any more, whoever is waited for first.
+    if (other != peer && ranks_[other].noted.load(std::memory_order_acquire) < op.sequence && is_gone(other))
+      return fail_lost(other, operation_name(op));
+  }
+  if (ranks_[peer].life.load(std::memory_order_acquire) == kLeft || is_gone(peer)) {
+    // It may have done its part before it left.
+    if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
+    return poison_arrived() ? status_.load() : fail_lost(peer, operation_name(op));
   }
   const int64_t waited_ms = (now_ns() - op.started_ns) / 1000000;
   if (waited_ms >= op.what.timeout_ms) {
@@ -101,19 +113,14 @@ int Group::check(int64_t sequence) {
   return CGX_OK;
 }
 
-int Group::check_peers(int64_t sequence) {
+int Group::check_peers(int64_t sequence, bool any) {
   const int status = check(sequence);
   if (status != CGX_OK) return status;
   for (int64_t peer = 0; peer < world_; ++peer) {
-    const RankControl& them = ranks_[peer];
-    if (peer == rank_ || them.life.load(std::memory_order_acquire) == kLeft) continue;
-    if (!watch_.is_dead(peer, them.pid.load(), them.start_time.load())) continue;
-    fail(CGX_ERROR_PEER_LOST,
-         name(rank_) + " lost " + name(peer) + " in operation " + std::to_string(sequence) + ", " +
-             board_.describe(rank_, sequence) + ": its process (pid " + std::to_string(them.pid.load()) +
-             ") is gone (killed, crashed or out of memory). Look at that rank's output for the cause, "
-             "then restart all ranks.");
-    return CGX_ERROR_PEER_LOST;
+    // Who has made the call may have done its part and ended, for all we know.
+    if (peer == rank_ || (!any && ranks_[peer].noted.load(std::memory_order_acquire) >= sequence)) continue;
+    if (is_gone(peer))
+      return fail_lost(peer, "operation " + std::to_string(sequence) + ", " + board_.describe(rank_, sequence));
   }
   return CGX_OK;
 }

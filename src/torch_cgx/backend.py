@@ -8,10 +8,11 @@ family, the reduce-scatters (which Gloo makes of allreduces too) and the barrier
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -70,6 +71,7 @@ class ProcessGroupCGX(CarriedCollectives):
         self._global_ranks = tuple(global_ranks)
         self._lock = threading.Lock()  # one order of notes and of what they announce, whatever threads they come from
         self._completions = Completions(f"cgx-futures-{rank}")
+        self._carried: weakref.WeakSet[CarriedWork] = weakref.WeakSet()  # for the barrier, which waits for them
         self._closed = False
         self._forked = False
         self.layers = LayerTable()
@@ -104,6 +106,8 @@ class ProcessGroupCGX(CarriedCollectives):
             executor = MessageExecutor(transport, kernels, rank, world, algorithm, self._global_ranks)
             self._reducer = MessageReducer(executor, place)
         _groups.add(self)
+        # Children of multiprocessing end without atexit, and forget what their parent registered.
+        multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
 
     # ---- what torch asks a group ----
 
@@ -122,6 +126,8 @@ class ProcessGroupCGX(CarriedCollectives):
             self._closed = True
         if self._reducer is not None:
             self._reducer.close()
+        if self._nccl is not None:
+            self._nccl.shutdown()
         self._completions.close()
 
     def abort(self) -> None:
@@ -217,6 +223,7 @@ class ProcessGroupCGX(CarriedCollectives):
         output, shares = outputs[0], inputs[0]
         if len(shares) != self._world:
             raise ValueError(f"reduce_scatter: expected {self._world} input tensors, one a rank, got {len(shares)}")
+        _check_output("reduce_scatter", output, shares[self._rank].numel(), shares[self._rank].dtype)
         buffer = torch.cat([share.detach().reshape(-1) for share in shares])
         start = sum(share.numel() for share in shares[: self._rank])
         mine = buffer[start : start + shares[self._rank].numel()].view(shares[self._rank].shape)
@@ -232,6 +239,7 @@ class ProcessGroupCGX(CarriedCollectives):
                 f"reduce_scatter_tensor: expected an input of {self._world} times the output's "
                 f"{output.numel()} values, got {input.numel()}"
             )
+        _check_output("reduce_scatter_tensor", output, output.numel(), input.dtype)
         buffer = input.detach().clone(memory_format=torch.contiguous_format).view(-1)
         mine = buffer.view(self._world, -1)[self._rank].view(output.shape)
         return self._scatter_sum("reduce_scatter_tensor", buffer, mine, output, opts)
@@ -260,7 +268,9 @@ class ProcessGroupCGX(CarriedCollectives):
         timeout_ms = _milliseconds(opts.timeout, self._timeout)
         asynchronous = getattr(opts, "asyncOp", True)
         values = torch.zeros(_BARRIER_NUMEL)
-        return self._reducer.submit(Request("barrier", values, [], "SUM", _EXACT, timeout_ms, asynchronous))
+        work = self._reducer.submit(Request("barrier", values, [], "SUM", _EXACT, timeout_ms, asynchronous))
+        before = [carried for carried in self._carried if not carried.done]
+        return CompositeWork([work, *before], _nothing, [], self._completions) if before else work
 
     # ---- what others carry ----
 
@@ -274,7 +284,7 @@ class ProcessGroupCGX(CarriedCollectives):
     def _carry(
         self,
         operation: str,
-        run: Callable[[], Any] | None,
+        run: partial[Any] | None,
         dtype: torch.dtype | None,
         shape: tuple[int, ...] | None,
         result: list[Tensor],
@@ -289,13 +299,17 @@ class ProcessGroupCGX(CarriedCollectives):
             if self._shared is not None:
                 call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
                 sequence = self._shared.note(call)
-                self._shared.check(sequence, look_at_peers=False)
+                self._shared.check(sequence)
             if run is None:
                 return DoneWork(result, self._completions)
             with record_function(f"cgx::{operation}"):
                 inner = run()
+        if self._nccl is not None and getattr(run.func, "__self__", None) is self._nccl:
+            return inner  # its wait with a time limit would abort the communicator, and it is complete on a stream
         what = f"{operation} (operation {sequence} of rank {self._global_ranks[self._rank]})"
-        return CarriedWork(inner, what, self._shared, sequence, result, self._completions)
+        work = CarriedWork(inner, what, self._shared, sequence, result, self._completions)
+        self._carried.add(work)
+        return work
 
     def _check_usable(self) -> None:
         if self._forked:
@@ -346,12 +360,25 @@ def _milliseconds(asked: timedelta, default: timedelta) -> int:
     return max(1, int(chosen.total_seconds() * 1000))
 
 
+def _check_output(operation: str, output: Tensor, numel: int, dtype: torch.dtype) -> None:
+    if output.numel() != numel or output.dtype != dtype:
+        raise ValueError(
+            f"{operation}: expected an output of {numel} values of {dtype}, got {output.numel()} of {output.dtype}"
+        )
+
+
 def _check_dense(tensor: Tensor) -> None:
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         raise ValueError(
             f"all_reduce: expected a tensor without gaps or overlaps in memory, got shape {tuple(tensor.shape)} with "
             f"strides {tensor.stride()}: call .contiguous() first"
         )
+
+
+def _close(reference: weakref.ref[ProcessGroupCGX]) -> None:
+    group = reference()
+    if group is not None:
+        group.shutdown()
 
 
 def _close_all() -> None:

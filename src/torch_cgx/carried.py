@@ -29,6 +29,9 @@ class CarriedCollectives(dist.ProcessGroup):
     def _backend(self, tensor: Tensor) -> Any:
         raise NotImplementedError
 
+    def _check_usable(self) -> None:
+        raise NotImplementedError
+
     def _carry(
         self,
         operation: str,
@@ -122,12 +125,15 @@ class CarriedCollectives(dist.ProcessGroup):
     # Messages between two ranks are no collectives: only those two call, so nothing is noted.
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self._check_usable()
         return self._backend(tensors[0]).send(tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self._check_usable()
         return self._backend(tensors[0]).recv(tensors, peer, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        self._check_usable()
         return self._backend(tensors[0]).recv_anysource(tensors, tag)
 
 

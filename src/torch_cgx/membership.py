@@ -37,17 +37,21 @@ class Membership:
     """What all ranks of a group know of each other."""
 
     nodes: tuple[str, ...]  # by rank: a name of what shares memory
+    pid_namespaces: tuple[str, ...]  # by rank: ranks of different ones cannot see whether the other lives
     native: tuple[bool, ...]  # by rank: whether it has the native library
 
     @property
     def one_host(self) -> bool:
-        return len(set(self.nodes)) == 1
+        return len(set(self.nodes)) == 1 and len(set(self.pid_namespaces)) == 1
 
 
 def agree(store: Store, rank: int, read_settings: Callable[[], Settings]) -> Settings:
     """This rank's settings; a mistake in them is told to the peers before it is raised here."""
     try:
-        return read_settings()
+        settings = read_settings()
+        if available():
+            simd_number(settings.simd)  # raises where this processor lacks the level
+        return settings
     except ValueError as error:
         store.set(f"member/{rank}", json.dumps({"mistake": str(error)}))
         raise
@@ -59,6 +63,7 @@ def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: 
         "version": __version__,
         "settings": settings.fingerprint(),
         "node": settings.node_id or _node_name(),
+        "pids": _pid_namespace(),
         "native": available(),
     }
     store.set(f"member/{rank}", json.dumps(mine))
@@ -68,7 +73,11 @@ def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: 
             raise MismatchError(f"rank {global_ranks[other]} could not join the group: {theirs['mistake']}")
     for other, theirs in enumerate(members):
         _compare(members[0], theirs, global_ranks[0], global_ranks[other])
-    return Membership(tuple(str(m["node"]) for m in members), tuple(bool(m["native"]) for m in members))
+    return Membership(
+        tuple(str(m["node"]) for m in members),
+        tuple(str(m["pids"]) for m in members),
+        tuple(bool(m["native"]) for m in members),
+    )
 
 
 def open_shared_group(
@@ -80,30 +89,19 @@ def open_shared_group(
     settings: Settings,
 ) -> SharedGroup | None:
     """The group's shared memory, mapped by all ranks and nameless by now; None (said once) where that cannot be."""
-    if rank == 0:
-        store.set("control", json.dumps(_create_control(world)))
-    control = _read(store, "control")
-    problem = str(control["problem"])
-    group = None
-    if not problem:
-        try:
-            group = SharedGroup(
-                str(control["name"]),
-                rank,
-                world,
-                global_ranks,
-                names,
-                simd_number(settings.simd),
-                int(control["limit"]),
-            )
-        except SharedMemoryError as error:
-            problem = str(error)
-    store.set(f"opened/{rank}", json.dumps({"problem": problem}))
-    problems = {other: str(_read(store, f"opened/{other}")["problem"]) for other in range(world)}
-    if rank == 0 and control["name"]:
-        lib = _native.library()
-        assert lib is not None
-        lib.cgx_control_unlink(str(control["name"]).encode())
+    created = _create_control(world) if rank == 0 else {}
+    try:
+        if rank == 0:
+            store.set("control", json.dumps(created))
+        control = _read(store, "control")
+        group, problem = _open_control(control, rank, world, global_ranks, names, settings)
+        store.set(f"opened/{rank}", json.dumps({"problem": problem}))
+        problems = {other: str(_read(store, f"opened/{other}")["problem"]) for other in range(world)}
+    finally:
+        if created.get("name"):
+            lib = _native.library()
+            assert lib is not None
+            lib.cgx_control_unlink(str(created["name"]).encode())
     first = next((other for other, text in problems.items() if text), None)
     if first is None:
         return group
@@ -116,6 +114,24 @@ def open_shared_group(
             problems[first],
         )
     return None
+
+
+def _open_control(
+    control: dict[str, Any],
+    rank: int,
+    world: int,
+    global_ranks: Sequence[int],
+    names: tuple[Sequence[str], Sequence[str], Sequence[str]],
+    settings: Settings,
+) -> tuple[SharedGroup | None, str]:
+    """The group, or what stands in the way."""
+    if control["problem"]:
+        return None, str(control["problem"])
+    simd = simd_number(settings.simd)
+    try:
+        return SharedGroup(str(control["name"]), rank, world, global_ranks, names, simd, int(control["limit"])), ""
+    except SharedMemoryError as error:
+        return None, str(error)
 
 
 def _create_control(world: int) -> dict[str, Any]:
@@ -161,12 +177,19 @@ def _compare(first: dict[str, Any], other: dict[str, Any], first_rank: int, othe
         raise MismatchError(f"all ranks need the same CGX_* settings: {shown}")
 
 
+def _pid_namespace() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return "unknown"
+
+
 def _node_name() -> str:
     """What shares memory and sees each other's processes: the running kernel, the tmpfs, and the pid namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot}:{os.stat(SHM_FOLDER).st_dev}:{os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{boot}:{os.stat(SHM_FOLDER).st_dev}:{_pid_namespace()}"
     except OSError:
         # Without these facts nothing can be known to be shared; a name of this process's own says so.
         return f"unknown:{os.uname().nodename}:{os.getpid()}"

@@ -68,6 +68,14 @@ class Place:
         return 1.0 / self.world if reduction == "AVG" else 1.0
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What an operation needs until it is done."""
+
+    what: object
+    number: int | None = None
+
+
 class SharedReducer:
     """Hands requests to the native executor."""
 
@@ -76,7 +84,7 @@ class SharedReducer:
         self._place = place
         self._lock = threading.Lock()
         self._prepared: dict[object, Prepared] = {}
-        self._pending: deque[tuple[int, object]] = deque()
+        self._pending: deque[_Kept] = deque()
 
     def submit(self, request: Request) -> SharedWork:
         tensor = request.tensor
@@ -87,21 +95,34 @@ class SharedReducer:
             *(request.reduction, request.compression, self._place.layers.version),
         )
         prepared = self._prepared.get(key) or self._prepare(key, request)
-        number, completed = self._shared.submit(
-            prepared, tensor.data_ptr(), request.timeout_ms, wake=request.asynchronous
-        )
-        # A caller may drop its work and its tensor while the operation is under way.
-        keep = (prepared, tensor)
         with self._lock:
-            pending = self._pending
-            while pending and pending[0][0] <= completed:
-                pending.popleft()
-            pending.append((number, keep))
-        return SharedWork(self._shared, number, keep, request.result, self._place.completions)
+            # A caller may drop its work and its tensor while the operation is under way, or be interrupted right here.
+            kept = _Kept((prepared, tensor))
+            self._pending.append(kept)
+            number, completed = self._shared.submit(
+                prepared, tensor.data_ptr(), request.timeout_ms, wake=request.asynchronous
+            )
+            for earlier in self._pending:
+                if earlier.number is None:  # this one, or one that was interrupted and is queued before it, if at all
+                    earlier.number = number if earlier is kept else number - 1
+            self._release(completed)
+        return SharedWork(self._shared, number, self.release, request.result, self._place.completions)
+
+    def release(self, completed: int) -> None:
+        """Let go of the tensors of operations up to this number, which are done."""
+        with self._lock:
+            self._release(completed)
+
+    def _release(self, completed: int) -> None:
+        pending = self._pending
+        while pending and (number := pending[0].number) is not None and number <= completed:
+            pending.popleft()
 
     def _prepare(self, key: object, request: Request) -> Prepared:
         tensor, compression, place = request.tensor, request.compression, self._place
         exact = compression.bits == 32
+        layers = place.layers.cut(tensor.numel(), compression, place.settings)
+        plain = place.layers.find(tensor.numel()) is None  # all of it is told by bits and block
         call = collective_call(
             request.operation,
             tensor.dtype,
@@ -109,12 +130,12 @@ class SharedReducer:
             reduction=request.reduction,
             bits=compression.bits,
             block=0 if exact else compression.block,
-            layout=0 if tensor.is_contiguous() else stable_hash(tensor.stride()),
+            layout=0 if plain and tensor.is_contiguous() else stable_hash((tensor.stride(), layers)),
         )
         if request.operation == "barrier":  # its values are nobody's business
             call = collective_call("barrier")
         plan = make_plan(
-            place.layers.cut(tensor.numel(), compression, place.settings),
+            layers,
             place.rank,
             place.world,
             tensor.dtype,
@@ -172,7 +193,7 @@ class MessageReducer:
         with self._lock:
             self._sequence += 1
             rounding = Rounding(place.settings.stochastic, place.settings.seed, self._sequence)
-            agreed = stable_hash((*facts, compression.bits, compression.block))
+            agreed = stable_hash((*facts, layers))
             job = self._executor.allreduce(flat, layout, place.scale(request.reduction), rounding, agreed)
             self._counts["operations"] += 1
             self._counts["compressed_operations"] += compression.bits != 32

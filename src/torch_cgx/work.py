@@ -30,6 +30,7 @@ __all__ = ["CarriedWork", "Completions", "CompositeWork", "DoneWork", "JobWork",
 SLICE_MS = 100  # between two looks at signals
 _CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
 _DYING_S = 1.0  # how long the death of a peer may take to show after its connection was lost
+_CONNECTION_WORDS = ("onnection", "peer", "roken pipe", "transport/tcp")  # of Gloo's errors when a peer is lost
 _SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 
 
@@ -48,6 +49,11 @@ class PolledWork(Work):
 
     def _abandoned(self) -> None:
         """The waiting caller was interrupted."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it was seen to end; without a look."""
+        return self._done or self._failure is not None
 
     def poll(self, slice_ms: int) -> bool:
         """Wait for at most a slice; whether it is done."""
@@ -99,15 +105,23 @@ class SharedWork(PolledWork):
     """An operation of the native executor."""
 
     def __init__(
-        self, group: SharedGroup, number: int, keep: object, result: list[torch.Tensor], completions: Completions
+        self,
+        group: SharedGroup,
+        number: int,
+        release: Callable[[int], None],
+        result: list[torch.Tensor],
+        completions: Completions,
     ) -> None:
         super().__init__(result, completions)
         self._group = group
         self._number = number
-        self._keep = keep  # plan and tensor, which the native thread uses
+        self._release = release
 
     def _poll(self, slice_ms: int) -> bool:
-        return self._group.wait(self._number, slice_ms)
+        done = self._group.wait(self._number, slice_ms)
+        if done:
+            self._release(self._number)
+        return done
 
     def _abandoned(self) -> None:
         self._group.kick()
@@ -156,12 +170,12 @@ class CarriedWork(PolledWork):
                 self._inner.wait(timedelta(milliseconds=min(slice_ms, _CARRIED_SLICE_MS)))
         except RuntimeError as error:
             if self._group is not None:
-                self._group.check(self._sequence, look_at_peers=True)
+                self._group.check_missing(self._sequence)
             if _SLICE_ENDED in str(error):
                 return False
             raise self._translated(error) from None
         if self._group is not None:
-            self._group.check(self._sequence, look_at_peers=False)
+            self._group.check(self._sequence)
         return True
 
     def _translated(self, error: RuntimeError) -> RuntimeError:
@@ -170,7 +184,7 @@ class CarriedWork(PolledWork):
         kind: type[CGXError]
         if "imed out" in text:
             kind = CGXTimeoutError
-        elif "onnection" in text or "peer" in text:
+        elif any(word in text for word in _CONNECTION_WORDS):
             kind = PeerLostError
         else:
             return error
@@ -189,7 +203,7 @@ class CarriedWork(PolledWork):
         assert self._group is not None
         deadline = time.monotonic() + _DYING_S
         while time.monotonic() < deadline:
-            self._group.check(self._sequence, look_at_peers=True)
+            self._group.check_alive(self._sequence)
             time.sleep(0.001)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -239,61 +253,87 @@ _Item = tuple[PolledWork, Any, Any]
 
 
 class Completions:
-    """Completes the futures of a group, in order, on one Python thread that is started with the first of them."""
+    """Completes the futures of a group on Python threads, the first of which is started with the first future.
+
+    One thread is enough, in order, but for callbacks that themselves wait for futures (PowerSGD's do): while all
+    threads are inside callbacks, what is queued gets another one.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()
+        self._in_callbacks = 0
 
     def future_of(self, work: PolledWork, result: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        if threading.current_thread() is self._thread:
-            # A callback of another future waits for this one: nobody else would complete it.
-            _complete(work, future, result)
-        else:
-            self._enqueue((work, future, result))
+        self._enqueue((work, future, result))
         # A future that failed by set_exception crashes DDP's C++, which does not expect a Python exception there; what
         # .then makes of it carries a plain C++ error with the same text.
         return future.then(lambda done: done.value())
 
     def watch(self, work: PolledWork, name: str) -> None:
-        """Let the thread wait for the work under this name, for a profiler that shows all threads."""
+        """Let a thread wait for the work under this name, for a profiler that shows all threads."""
         self._enqueue((work, None, name))
 
-    def _enqueue(self, item: _Item) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-        self._waiting.put(item)
-
     def close(self) -> None:
-        """Finish what is queued (the group has failed it, or it is done) and end the thread."""
+        """Finish what is queued (the group has failed it, or it is done) and end the threads."""
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
+            threads = list(self._threads)
+        for _ in threads:
             self._waiting.put(None)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5)
 
+    def _enqueue(self, item: _Item) -> None:
+        self._waiting.put(item)
+        with self._lock:
+            self._ensure_thread()
+
+    def _ensure_thread(self) -> None:
+        """Start a thread if there is none that could take what is queued. With the lock held."""
+        if len(self._threads) == self._in_callbacks:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
     def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            work, future, what = item
-            if future is None:
-                with record_function(str(what)), contextlib.suppress(CGXError):
-                    work.wait()
+        try:
+            while (item := self._waiting.get()) is not None:
+                work, future, what = item
+                if future is None:
+                    with record_function(str(what)), contextlib.suppress(RuntimeError):
+                        work.wait()
+                else:
+                    self._complete(work, future, what)
+                del item, work, future, what  # keeps no tensor alive while the queue is empty
+                with self._lock:
+                    if len(self._threads) - self._in_callbacks > 1:
+                        return
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _complete(
+        self, work: PolledWork, future: torch.futures.Future[list[torch.Tensor]], result: list[torch.Tensor]
+    ) -> None:
+        failure: Exception | None = None
+        try:
+            while not work.poll(SLICE_MS):
+                pass
+        except Exception as error:
+            failure = error
+        with self._lock:
+            self._in_callbacks += 1
+            if not self._waiting.empty():
+                self._ensure_thread()
+        try:
+            if failure is None:
+                future.set_result(result)
             else:
-                _complete(work, future, what)
-            del item, work, future, what  # keeps no tensor alive while the queue is empty
-
-
-def _complete(work: PolledWork, future: torch.futures.Future[list[torch.Tensor]], result: list[torch.Tensor]) -> None:
-    try:
-        while not work.poll(SLICE_MS):
-            pass
-    except Exception as error:
-        future.set_exception(error)  # type: ignore[arg-type]
-    else:
-        future.set_result(result)
+                future.set_exception(failure)  # type: ignore[arg-type]
+        finally:
+            with self._lock:
+                self._in_callbacks -= 1

@@ -16,13 +16,14 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from distributed.nursery import Job, Outcome, Rank
 
-__all__ = ["Outcome", "Rank", "close", "observe_ranks", "run_ranks", "shared_memory_names"]
+__all__ = ["Outcome", "Rank", "close", "nursery_started_by", "observe_ranks", "run_ranks", "shared_memory_names"]
 
 TESTS = Path(__file__).resolve().parent.parent
 START = """
@@ -38,11 +39,12 @@ TRACE_LINES = 60
 class Nursery:
     """The child process that forks the ranks, started on first use and kept for the session."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        """`command`, if given, is what starts it, as in `unshare --mount python ...`."""
         self.connection, theirs = multiprocessing.Pipe()
         fd = theirs.fileno()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", START, str(TESTS), str(fd)],
+            [*command, sys.executable, "-c", START, str(TESTS), str(fd)],
             pass_fds=[fd],
             start_new_session=True,  # Ctrl-C is for the test session, which then closes the nursery
             # Threads that a library starts at import would be missing after a fork.
@@ -76,6 +78,18 @@ def close() -> None:
     if _nursery is not None:
         _nursery.close()
         _nursery = None
+
+
+@contextmanager
+def nursery_started_by(command: Sequence[str]) -> Iterator[None]:
+    """Meanwhile ranks are forked by another nursery, which this command starts: in a namespace, say."""
+    global _nursery
+    usual, _nursery = _nursery, Nursery(command)
+    try:
+        yield
+    finally:
+        close()
+        _nursery = usual
 
 
 def observe_ranks(

@@ -21,7 +21,7 @@ WHAT = "broadcast (operation 7 of rank 1)"
 SLICE_ENDED = "Operation timed out!"
 TIMED_OUT = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 2000ms for recv"
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711"
-RESET = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Read error [127.0.0.1]:4711: Connection reset by peer"
+RESET = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Read error [127.0.0.1]: Connection reset by peer"
 BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:459] writev [127.0.0.1]:4711: Broken pipe"
 REFUSED = "Cannot use ReduceOp.BAND with Float"
 
@@ -60,9 +60,11 @@ class FakeBoard:
         self.trouble = trouble
         self.told: list[CGXError] = []
 
-    def check(self, sequence: int, *, look_at_peers: bool) -> None:
+    def check(self, sequence: int) -> None:
         if self.trouble is not None:
             raise self.trouble
+
+    check_missing = check_alive = check
 
     def laggards(self, sequence: int) -> str:
         return self.behind

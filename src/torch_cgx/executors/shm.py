@@ -8,6 +8,7 @@ tensors are compressed, and how ranks find each other (backend.py, membership.py
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -209,6 +210,7 @@ class SharedGroup:
         assert lib is not None
         self._lib = lib
         self._handle = 0
+        self._pid = os.getpid()
         self.limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
         error = ctypes.create_string_buffer(512)
@@ -230,8 +232,13 @@ class SharedGroup:
             raise SharedMemoryError(error.value.decode())
 
     def __del__(self) -> None:
-        if self._handle:
+        # In a forked child the group's thread does not exist, and freeing would wait for it: the child lets it be.
+        if self._handle and os.getpid() == self._pid:
             self._lib.cgx_group_free(self._handle)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise CGXError("a process group does not survive fork: call init_process_group in the child")
 
     def note(self, call: _native.Call) -> int:
         """Write a call on the board; its number."""
@@ -243,6 +250,7 @@ class SharedGroup:
         The tensor must live until this one is done. `wake` False: the caller waits at once, and runs it on its own
         thread.
         """
+        self._check_process()
         with self._lock:
             row = prepared.submission
             row.values = data_ptr
@@ -251,11 +259,12 @@ class SharedGroup:
             number = self._lib.cgx_group_submit(self._handle, prepared.call, row)
             completed = row.completed
         if number < 0:
-            raise CGXError("this process group has been shut down")
+            raise self.error(number)
         return number, completed
 
     def wait(self, number: int, slice_ms: int) -> bool:
         """Wait natively for at most a slice; whether the operation is done. Raises what it failed with."""
+        self._check_process()
         status = self._lib.cgx_group_wait(self._handle, number, slice_ms)
         if status < 0:
             raise self.error(status)
@@ -269,8 +278,19 @@ class SharedGroup:
         """The number of the last operation that is done; all before it are too."""
         return int(self._lib.cgx_group_completed(self._handle))
 
-    def check(self, sequence: int, *, look_at_peers: bool) -> None:
-        """Raise if ranks have lost step at this call, a rank has failed or, if asked, a peer has died."""
+    def check(self, sequence: int) -> None:
+        """Raise if ranks have lost step at this call, or a rank has failed."""
+        self._check(sequence, 0)
+
+    def check_missing(self, sequence: int) -> None:
+        """And if a peer has died before it made this call."""
+        self._check(sequence, 1)
+
+    def check_alive(self, sequence: int) -> None:
+        """And if any peer has died."""
+        self._check(sequence, 2)
+
+    def _check(self, sequence: int, look_at_peers: int) -> None:
         status = self._lib.cgx_group_check(self._handle, sequence, look_at_peers)
         if status < 0:
             raise self.error(status)
@@ -290,7 +310,7 @@ class SharedGroup:
         text = ctypes.create_string_buffer(2048)
         kept = self._lib.cgx_group_error(self._handle, text, len(text))
         if kept == 0:
-            return CGXError("this process group has been shut down while an operation was pending")
+            return CGXError("this process group has been shut down")
         return _ERRORS.get(status, CGXError)(text.value.decode(errors="replace"))
 
     def native_seconds(self, number: int) -> float:
@@ -310,4 +330,5 @@ class SharedGroup:
 
     def close(self) -> None:
         """Leave the group: pending operations fail, peers that wait for this rank are told."""
-        self._lib.cgx_group_close(self._handle)
+        if os.getpid() == self._pid:
+            self._lib.cgx_group_close(self._handle)
