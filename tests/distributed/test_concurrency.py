@@ -125,6 +125,20 @@ def test_functional_collectives_in_quick_succession(backend: str) -> None:
     run_ranks(functional_in_quick_succession, 3, backend)
 
 
+def callback_waits_for_a_queued_future(me: Rank) -> None:
+    """The first future's callback waits for the second, which was asked for before the callback ran."""
+    for _ in range(20):
+        x, y = torch.ones(1000), torch.ones(1000)
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in (x, y)]
+        first, second = (work.get_future() for work in works if work is not None)
+        chained = first.then(lambda done, second=second: float(second.wait()[0].sum()) + float(done.value()[0].sum()))
+        assert chained.wait() == 2 * 1000 * me.world
+
+
+def test_a_callback_may_wait_for_a_future_that_is_queued_behind_its_own() -> None:
+    run_ranks(callback_waits_for_a_queued_future, 2, "cgx")
+
+
 def from_threads(me: Rank) -> None:
     groups = [dist.new_group() for _ in range(3)]
     wrong: list[int] = []

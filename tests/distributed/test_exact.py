@@ -23,6 +23,21 @@ def refuses_and_goes_on(me: Rank) -> None:
     assert torch.equal(x, torch.full((20,), float(me.world)))
 
 
+def wrong_outputs(me: Rank) -> None:
+    shares = [torch.ones(4) for _ in range(me.world)]
+    with pytest.raises(ValueError, match=r"expected an output of 4 values of torch\.float32, got 8"):
+        dist.reduce_scatter(torch.zeros(8), shares)
+    with pytest.raises(ValueError, match="float64"):
+        dist.reduce_scatter(torch.zeros(4, dtype=torch.float64), shares)
+    with pytest.raises(ValueError, match="2 times the output's 3 values, got 8"):
+        dist.reduce_scatter_tensor(torch.zeros(3), torch.ones(8))
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_reduce_scatter_into_the_wrong_output_is_refused_and_the_group_goes_on() -> None:
+    run_ranks(wrong_outputs, 2, "cgx")
+
+
 def test_what_gloo_refuses_raises_and_the_group_goes_on(backend: str) -> None:
     run_ranks(refuses_and_goes_on, 2, backend)
 

@@ -155,6 +155,16 @@ def call_differently(me: Rank, how: str) -> None:
     elif how == "exact or not":
         torch_cgx.set_default(bits=32 if other else 4)
         dist.all_reduce(torch.ones(1000))
+    elif how == "registered layers":
+        torch_cgx.set_default(bits=4)
+        torch_cgx.register_layer(0, 0, 600, 4, 64)
+        torch_cgx.register_layer(0, 1, 400, 2 if other else 8, 64)
+        dist.all_reduce(torch.ones(1000))
+    elif how == "many outstanding calls ago":
+        works = [dist.all_reduce(torch.ones(17 if other and i == 3 else 16), async_op=True) for i in range(300)]
+        for work in works:
+            assert work is not None
+            work.wait()
     elif how == "reduce op":
         dist.all_reduce(torch.ones(1000), dist.ReduceOp.MAX if other else dist.ReduceOp.SUM)
     elif how == "root":
@@ -177,6 +187,8 @@ def call_differently(me: Rank, how: str) -> None:
         ("integer dtype", ("float32", "int64")),
         ("bits", (r"\b4\b", r"\b8\b")),
         ("exact or not", (r"\b4\b", r"\b32\b|exact")),
+        ("registered layers", (r"\b1000\b", r"layers and strides #")),
+        ("many outstanding calls ago", (r"lost step at operation 5\b",)),
         ("reduce op", (r"(?i)\bsum\b", r"(?i)\bmax\b")),
         ("root", (r"(?i)broadcast", r"(?i)(root|src|source)")),
         ("gathered shape", (r"\b10\b", r"\b20\b")),

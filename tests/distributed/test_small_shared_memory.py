@@ -20,7 +20,7 @@ from torch import Tensor
 
 import torch_cgx
 from distributed import harness
-from distributed.gradients import BITS, digest, is_exact, noise, within_bound
+from distributed.gradients import digest, is_exact, noise, within_bound
 from distributed.harness import Outcome, Rank, describe, observe_ranks, run_ranks
 from torch_cgx.kernels.cpu import available
 

@@ -223,7 +223,7 @@ def test_wrong_arguments_are_refused_with_expected_and_got(call: Any, expected: 
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused_in_words(call: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="expected .* got"):
+    with pytest.raises((TypeError, ValueError), match=r"expected .* got"):
         call()
 
 

@@ -1,0 +1,74 @@
+"""How much shared memory an operation takes: little, whatever the tensor, the ranks and the fusion buffer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_cgx.config import Settings
+from torch_cgx.errors import SharedMemoryError
+from torch_cgx.executors.shm import Plan, make_plan
+from torch_cgx.kernels.cpu import available
+from torch_cgx.layout import Layer
+from torch_cgx.membership import SEGMENT_FLOOR_NBYTES, SEGMENT_LIMIT_NBYTES
+from torch_cgx.quantizers import Identity, MaxMin, Quantizer
+
+pytestmark = pytest.mark.skipif(not available(), reason="installed without the native library")
+
+MB = 1 << 20
+FUSION_NBYTES = Settings().fusion_nbytes
+QUANTIZERS = [MaxMin(1, 512), MaxMin(4, 512), MaxMin(8, 64), MaxMin(8, 1), Identity()]
+
+
+def plan_for(
+    numel: int,
+    quantizer: Quantizer,
+    world: int,
+    dtype: torch.dtype = torch.float32,
+    limit_nbytes: int = SEGMENT_LIMIT_NBYTES,
+    fusion_nbytes: int = FUSION_NBYTES,
+    rank: int = 0,
+) -> Plan:
+    layers = (Layer(numel, quantizer),)
+    return make_plan(layers, rank, world, dtype, algorithm="SRA", slice_nbytes=fusion_nbytes, limit_nbytes=limit_nbytes)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.bits} bits, {q.block}")
+@pytest.mark.parametrize("world", [2, 8, 16])
+def test_64_mb_of_values_take_less_than_200_mb(world: int, quantizer: Quantizer) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        plan = plan_for(64 * MB // dtype.itemsize, quantizer, world, dtype)
+        assert 2 * plan.half_nbytes < 200 * MB
+        assert 2 * plan.half_nbytes <= SEGMENT_LIMIT_NBYTES
+
+
+def test_the_need_does_not_grow_with_the_tensor_or_the_fusion_buffer() -> None:
+    for quantizer in (MaxMin(4, 512), Identity()):
+        once = plan_for(16 * MB, quantizer, 8).half_nbytes
+        assert plan_for(64 * MB, quantizer, 8).half_nbytes <= 1.01 * once
+        assert plan_for(16 * MB, quantizer, 8, fusion_nbytes=1024 * MB).half_nbytes == once
+
+
+def test_a_small_tensor_takes_little() -> None:
+    assert 2 * plan_for(1000, MaxMin(4, 512), 8).half_nbytes < 64 * 1024
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.bits} bits, {q.block}")
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_slices_shrink_to_whatever_a_group_may_take(world: int, quantizer: Quantizer) -> None:
+    numel = 2_000_003
+    for limit_nbytes in (64 * MB, 4 * MB, SEGMENT_FLOOR_NBYTES):
+        plan = plan_for(numel, quantizer, world, limit_nbytes=limit_nbytes)
+        assert 0 < 2 * plan.half_nbytes <= limit_nbytes
+        # More slices cost a few bytes of padding, no more.
+        assert plan.payload_nbytes <= 1.02 * quantizer.payload_nbytes(numel, 4) + 8 * world
+
+
+def test_all_ranks_need_the_same() -> None:
+    sizes = {plan_for(1_000_003, MaxMin(3, 100), 5, rank=rank).half_nbytes for rank in range(5)}
+    assert len(sizes) == 1
+
+
+def test_a_block_that_does_not_fit_is_an_error_with_both_sizes() -> None:
+    with pytest.raises(SharedMemoryError, match=r"65536 values.*\b65536\b.*/dev/shm"):
+        plan_for(1_000_000, MaxMin(8, 65536), 8, limit_nbytes=65536)
