@@ -16,6 +16,8 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RESULTS := benchmarks/results
+BENCH := $(BIN)/cgx bench allreduce --against gloo --bucket-size 1024
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
@@ -35,7 +37,10 @@ lint: $(STAMP)
 	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 
 bench: $(STAMP)
-	$(BIN)/cgx bench allreduce --nproc 2 --bits 4 --sizes 64K,4M,25M,64M --against gloo
+	$(BENCH) --nproc 2 --bits 4 --sizes 64K,4M,25M,64M --busy --json $(RESULTS)/allreduce-2-ranks-4-bits.json \
+		--plot docs/allreduce.png
+	$(BENCH) --nproc 4 --bits 4 --sizes 4M,25M,64M --json $(RESULTS)/allreduce-4-ranks-4-bits.json
+	$(BENCH) --nproc 2 --bits 32 --sizes 4,1K,64K,1M,4M,25M,256M --json $(RESULTS)/allreduce-2-ranks-exact.json
 
 native: $(STAMP)
 	$(BIN)/cmake --install build/pip --prefix src
