@@ -173,8 +173,9 @@ bool Group::poison_arrived() {
   if (culprit == rank_ || culprit < 0 || culprit >= world_) return false;
   const std::string text(control_->poison_text, strnlen(control_->poison_text, kPoisonNbytes));
   const int status = control_->poison_status.load();
-  // A lost peer or lost step concerns this rank as much as the one that saw it first.
-  const bool shared = status == CGX_ERROR_MISMATCH || status == CGX_ERROR_PEER_LOST;
+  // A lost peer, lost step or a full /dev/shm concerns this rank as much as the one that saw it first.
+  const bool shared =
+      status == CGX_ERROR_MISMATCH || status == CGX_ERROR_PEER_LOST || status == CGX_ERROR_SHARED_MEMORY;
   std::lock_guard<std::mutex> lock(error_mutex_);
   if (status_.load() == CGX_OK) {
     error_ = shared ? text : name(culprit) + " failed, and so " + name(rank_) + " cannot go on: " + text;

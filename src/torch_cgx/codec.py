@@ -30,7 +30,9 @@ def quantize(
     seed from torch's generator. `out`, if given, is filled and returned.
     """
     _check_values("x", x)
-    if seed is None:
+    if seed is not None:
+        _check_integers(seed=seed)
+    else:
         seed = int(torch.randint(2**62, ()).item()) if stochastic else 0
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: expected 0 to 2^64 - 1, got {seed}")
@@ -75,6 +77,7 @@ def dequantize(
 
 def payload_nbytes(numel: int, dtype: torch.dtype, bits: int, bucket_size: int) -> int:
     """How many bytes the payload of so many values has."""
+    _check_integers(numel=numel, bits=bits, bucket_size=bucket_size)
     if numel < 0:
         raise ValueError(f"numel: expected 0 or more, got {numel}")
     if dtype not in _DTYPES:
@@ -88,6 +91,12 @@ def _kernels() -> Kernels:
 
 def _pieces(numel: int, bits: int, bucket_size: int) -> tuple[Piece, ...]:
     return (Piece(0, numel, bits, bucket_size, 0, 0),) if numel else ()
+
+
+def _check_integers(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name}: expected a whole number, got {value!r}")
 
 
 def _names() -> str:

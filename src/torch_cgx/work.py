@@ -30,6 +30,7 @@ __all__ = ["CarriedWork", "Completions", "CompositeWork", "DoneWork", "JobWork",
 SLICE_MS = 100  # between two looks at signals
 _CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
 _DYING_S = 1.0  # how long the death of a peer may take to show after its connection was lost
+_TIMEOUT_WORDS = ("imed out", "timeout caused")
 _CONNECTION_WORDS = ("onnection", "peer", "roken pipe", "transport/tcp")  # of Gloo's errors when a peer is lost
 _SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 
@@ -182,7 +183,7 @@ class CarriedWork(PolledWork):
         """Trouble between ranks as one of our errors, told to the peers; what Gloo refuses to do as it is."""
         text = str(error)
         kind: type[CGXError]
-        if "imed out" in text:
+        if any(word in text for word in _TIMEOUT_WORDS):
             kind = CGXTimeoutError
         elif any(word in text for word in _CONNECTION_WORDS):
             kind = PeerLostError

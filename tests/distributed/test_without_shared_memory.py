@@ -28,7 +28,7 @@ SIZES = (16, 17, 513, 4097, 20_001)
 LARGE = 200_003
 TRAINED_STEPS = 20
 SOON_S = 5.0
-GROUP_TIMEOUT_S = 3.0
+GROUP_TIMEOUT_S = 2.0
 
 needs_native = pytest.mark.skipif(not available(), reason="installed without the native library")
 

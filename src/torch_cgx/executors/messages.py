@@ -1,7 +1,7 @@
 """Runs programs over a transport, from a Python thread: where ranks share no memory or there is no native library.
 
-Operations run in the order of submission on one thread a group. Every payload is preceded by a header of what its
-sender believes to run, so that ranks that have lost step find out instead of adding up each other's bytes.
+Operations run in the order of submission on one thread a group. Before each, all ranks tell each other what they are
+about to do, so that ranks that have lost step find out instead of adding up each other's bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch_cgx.transports import Pending, Transport
 
 __all__ = ["Job", "MessageExecutor"]
 
-_HEADER_NBYTES = 16  # the operation's number and a hash of what all ranks must agree on
 _TAGS = 1 << 30
 _PHASES = ("encode", "wait", "reduce", "decode")
 
@@ -120,21 +119,40 @@ class MessageExecutor:
             del job
 
     def _allreduce(self, values: Tensor, layout: Layout, scale: float, rounding: Rounding, agreed: int) -> None:
+        self._agree(torch.tensor([rounding.op, agreed], dtype=torch.int64))
         for part in layout.slices:
-            self._run_slice(values, part, scale, rounding, agreed)
+            self._run_slice(values, part, scale, rounding)
 
-    def _run_slice(self, values: Tensor, part: Slice, scale: float, rounding: Rounding, agreed: int) -> None:
+    def _agree(self, mine: Tensor) -> None:
+        """Compare with every peer what this rank is about to do, before any payload is on its way."""
+        peers = [peer for peer in range(self._world) if peer != self._rank]
+        tag = self._next_tags(1)
+        leaving = [self._transport.send(mine.view(torch.uint8), peer, tag) for peer in peers]
+        theirs = {peer: torch.empty_like(mine) for peer in peers}
+        arriving = [self._transport.receive(theirs[peer].view(torch.uint8), peer, tag) for peer in peers]
+        for message in arriving:
+            with self._timed("wait_s"):
+                message.wait()
+        for peer in peers:
+            self._compare(theirs[peer], mine, peer)
+        for sent in leaving:
+            sent.wait()
+
+    def _next_tags(self, count: int) -> int:
+        first = self._next_tag
+        self._next_tag = (first + count) % _TAGS
+        return first
+
+    def _run_slice(self, values: Tensor, part: Slice, scale: float, rounding: Rounding) -> None:
         nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
         programs, slots = programs_for(self._algorithm, nonempty, self._world)
         program = programs[self._rank]
-        header = torch.tensor([rounding.op, agreed], dtype=torch.int64).view(torch.uint8)
-        messages: dict[str, Tensor] = {}
-        for slot in {step.slot for step in program}:
-            nbytes = part.chunks[slots[slot].chunk].nbytes
-            messages[slot] = torch.cat((header, torch.empty(nbytes, dtype=torch.uint8)))
-        bodies = {slot: message[_HEADER_NBYTES:] for slot, message in messages.items()}
-        tags = {slot: self._next_tag + slots[slot].index for slot in messages}
-        self._next_tag = (self._next_tag + len(slots)) % _TAGS
+        messages = {
+            slot: torch.empty(part.chunks[slots[slot].chunk].nbytes, dtype=torch.uint8)
+            for slot in {step.slot for step in program}
+        }
+        first_tag = self._next_tags(len(slots))
+        tags = {slot: first_tag + slots[slot].index for slot in messages}
 
         # All receives are posted first, so that no message waits for its reader.
         arriving = {
@@ -150,9 +168,8 @@ class MessageExecutor:
             elif isinstance(step, Receive):
                 with self._timed("wait_s"):
                     arriving[step.slot].wait()
-                self._compare(messages[step.slot][:_HEADER_NBYTES], header, step.peer)
             else:
-                self._run_kernel(step, part.chunks[step.chunk].pieces, values, bodies, scale, rounding)
+                self._run_kernel(step, part.chunks[step.chunk].pieces, values, messages, scale, rounding)
         for message in leaving:
             message.wait()
 
@@ -161,28 +178,27 @@ class MessageExecutor:
         step: Encode | Reduce | Decode,
         pieces: Sequence[Piece],
         values: Tensor,
-        bodies: dict[str, Tensor],
+        messages: dict[str, Tensor],
         scale: float,
         rounding: Rounding,
     ) -> None:
         if isinstance(step, Encode):
             how = replace(rounding, rank=self._rank, stage=0)
             with self._timed("encode_s"):
-                self._kernels.encode(pieces, values, bodies[step.slot], how)
+                self._kernels.encode(pieces, values, messages[step.slot], how)
         elif isinstance(step, Reduce):
             how = replace(rounding, rank=self._rank, stage=1)
-            inputs = [bodies[slot] for slot in step.inputs]
+            inputs = [messages[slot] for slot in step.inputs]
             with self._timed("reduce_s"):
-                self._kernels.reduce(pieces, values, inputs, bodies[step.slot], scale, how)
+                self._kernels.reduce(pieces, values, inputs, messages[step.slot], scale, how)
         else:
             with self._timed("decode_s"):
-                self._kernels.decode(pieces, bodies[step.slot], values)
+                self._kernels.decode(pieces, messages[step.slot], values)
 
     def _compare(self, theirs: Tensor, mine: Tensor, peer: int) -> None:
         if not torch.equal(theirs, mine):
-            their_number, my_number = (int(side.clone().view(torch.int64)[0]) for side in (theirs, mine))
             raise MismatchError(
-                f"rank {self._global_ranks[self._rank]} in its operation {my_number} got a payload of rank "
-                f"{self._global_ranks[peer]}'s operation {their_number} of another shape, type or setting. "
-                "All ranks must make the same calls, in one order."
+                f"rank {self._global_ranks[self._rank]} and rank {self._global_ranks[peer]} have lost step: their "
+                f"compressed all_reduces number {int(mine[0])} and {int(theirs[0])} differ in shape, type, "
+                "reduction, bits, bucket size or layers. All ranks must make the same calls, in one order."
             )
