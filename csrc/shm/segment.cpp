@@ -71,7 +71,7 @@ std::string Segment::create(int64_t nbytes, Segment* out, std::string* name) {
   } while (full == EINTR);
   if (full != 0)
     error = failure("cannot get " + std::to_string(nbytes >> 20) + " MB in /dev/shm", full) +
-            " (make it larger, e.g. docker run --shm-size, or lower CGX_FUSION_BUFFER_SIZE_MB)";
+            " (make it larger, e.g. docker run --shm-size=1g)";
   uint8_t* data = nullptr;
   if (error.empty()) error = map(file, nbytes, &data);
   ::close(file);

@@ -22,6 +22,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
+from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from torch_cgx import calls, defaults, membership
@@ -176,7 +177,7 @@ class ProcessGroupCGX(CarriedCollectives):
         timeout_ms = _milliseconds(opts.timeout, self._timeout)
         asynchronous = getattr(opts, "asyncOp", True)
         request = Request(operation, tensor, result, reduction, compression, timeout_ms, asynchronous)
-        return self._profiled(request) if _profiler_enabled() else self._reducer.submit(request)
+        return self._profiled(request) if _is_profiled() else self._reducer.submit(request)
 
     def _is_ours(self, tensor: Tensor, reduction: str) -> bool:
         """Whether our programs can do it; all else is Gloo's or NCCL's."""
@@ -335,6 +336,11 @@ class ProcessGroupCGX(CarriedCollectives):
 
 def _nothing() -> None:
     pass
+
+
+def _is_profiled() -> bool:
+    # The second knows of this thread alone, and nothing of a profiler that was started with profile_all_threads.
+    return profiler._is_profiler_enabled or _profiler_enabled()
 
 
 def _options(kind: Any, given: Any) -> Any:

@@ -95,7 +95,7 @@ def _pieces(numel: int, bits: int, bucket_size: int) -> tuple[Piece, ...]:
 
 def _check_integers(**values: object) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):  # numpy's integers have it, floats do not
             raise ValueError(f"{name}: expected a whole number, got {value!r}")
 
 
