@@ -121,8 +121,9 @@ def functional_in_quick_succession(me: Rank) -> None:
             assert (x + 0).sum().item() == 8 * sum(range(me.world))
 
 
-def test_functional_collectives_in_quick_succession(backend: str) -> None:
-    run_ranks(functional_in_quick_succession, 3, backend)
+def test_functional_collectives_in_quick_succession() -> None:
+    # Not on gloo, where torch 2.13 itself has crashed here (a segmentation fault outside of Python).
+    run_ranks(functional_in_quick_succession, 3, "cgx")
 
 
 def callback_waits_for_a_queued_future(me: Rank) -> None:
