@@ -110,7 +110,7 @@ class Group {
   const int simd_;
   const int64_t segment_limit_nbytes_;
   const int owner_pid_;
-  int64_t spin_ns_;
+  int64_t spin_ns_, yield_ns_;  // how long a wait spins, and how long after its start it still yields
   PeerWatch watch_;
 
   uint64_t slice_number_ = 0;  // of the slice being run, counted over the group's life

@@ -12,8 +12,6 @@ namespace cgx {
 namespace {
 
 constexpr int64_t kNapNs = 20000000;  // between two looks at whether the peer lives
-// How long to give way to others before sleeping. Four ranks on two cores need 130 us for 64 KB without, 50 us with it.
-constexpr int64_t kYieldNs = 200000;
 
 }  // namespace
 
@@ -27,7 +25,7 @@ int Group::wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint
       pause_briefly();
     }
   } while (now_ns() < std::min(begin_ns + spin_ns_, until_ns));
-  while (now_ns() < std::min(begin_ns + kYieldNs, until_ns)) {
+  while (now_ns() < std::min(begin_ns + yield_ns_, until_ns)) {
     sched_yield();
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
   }

@@ -44,9 +44,9 @@ _ERRORS: dict[int, type[CGXError]] = {
 
 # The most of a slice, in bytes of all ranks' values and of payloads. Small enough that what is encoded is still in the
 # cache when its sum is decoded over it, and that payloads stay there too; large enough that two meetings of all ranks a
-# slice cost little. (Measured on two ranks: 25 MB exact take 3.5 ms at 1 MB of payload and 4.5 at 4; 64 MB at 4 bits
-# take 9.5 ms at 8 MB of values and 11.9 at 4.)
-PIPELINE_VALUES_NBYTES = 8 << 20
+# slice cost little. (25 MB exact on two ranks take 3.5 ms at 1 MB of payload and 4.5 at 4. At 4 bits, 2 to 16 MB of
+# values make no difference on two ranks; on four, 25 MB take 10.4 ms at 2 MB and 12.8 at 8.)
+PIPELINE_VALUES_NBYTES = 2 << 20
 PIPELINE_PAYLOAD_NBYTES = 1 << 20
 
 
