@@ -42,12 +42,18 @@ _ERRORS: dict[int, type[CGXError]] = {
     -5: SharedMemoryError,
 }
 
-# The most of a slice, in bytes of all ranks' values and of payloads. Small enough that what is encoded is still in the
-# cache when its sum is decoded over it, and that payloads stay there too; large enough that two meetings of all ranks a
-# slice cost little. (25 MB exact on two ranks take 3.5 ms at 1 MB of payload and 4.5 at 4. At 4 bits, 2 to 16 MB of
-# values make no difference on two ranks; on four, 25 MB take 10.4 ms at 2 MB and 12.8 at 8.)
-PIPELINE_VALUES_NBYTES = 2 << 20
+# The most of a slice, in bytes of values and of payloads. Small enough that what is encoded is still in the cache
+# when its sum is decoded over it, and that payloads stay there too; large enough that two meetings of all ranks a
+# slice cost little, the more so where busy threads of the user's delay each. The dependence on the number of ranks is
+# measured, not derived: on two ranks slices of 1 to 8 MB are alike, but 2.6 (at 1 MB) to 1.9 times slower when busy;
+# on four ranks and two cores, 25 MB at 4 bits take 10.4 ms at 0.5 MB and 12.8 at 2. 25 MB exact take 3.5 ms at 1 MB
+# of payload, 4.5 at 4.
 PIPELINE_PAYLOAD_NBYTES = 1 << 20
+
+
+def pipeline_values_nbytes(world: int) -> int:
+    """The most values of a slice: 4 MB on two ranks, 0.5 MB on four, never less than 0.25 MB."""
+    return max((32 << 20) // world**3, 256 << 10)
 
 
 class Plan:
@@ -153,7 +159,7 @@ def make_plan(
     values_nbytes = sum(layer.numel for layer in layers) * dtype.itemsize
     payload_nbytes = sum(layer.quantizer.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
     within_payload = PIPELINE_PAYLOAD_NBYTES * values_nbytes // max(payload_nbytes, 1)
-    slice_nbytes = max(1, min(slice_nbytes, PIPELINE_VALUES_NBYTES // world, within_payload))
+    slice_nbytes = max(1, min(slice_nbytes, pipeline_values_nbytes(world), within_payload))
     while True:
         plan = Plan(make_layout(layers, world, dtype.itemsize, slice_nbytes), rank, world, dtype, algorithm)
         if 2 * plan.half_nbytes <= limit_nbytes:
