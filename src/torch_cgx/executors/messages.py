@@ -26,6 +26,7 @@ from torch_cgx.transports import Pending, Transport
 __all__ = ["Job", "MessageExecutor"]
 
 _TAGS = 1 << 30
+_CLOSE_S = 5.0
 _PHASES = ("encode", "wait", "reduce", "decode")
 
 
@@ -101,7 +102,10 @@ class MessageExecutor:
         self._figures: dict[str, float] = dict.fromkeys(("bytes_sent", *(f"{phase}_s" for phase in _PHASES)), 0)
 
     def close(self) -> None:
+        """End the thread, once what is queued is done. One that outlives the interpreter would abort the process."""
         self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_CLOSE_S)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
