@@ -43,7 +43,7 @@ Group::Group(Segment control, int64_t rank, int64_t world, const int32_t* global
   const int64_t n_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
   // Spinning pays while the peer runs on another core; with more ranks than cores it keeps the peer from running.
   // Then it gives way to the peer for a while before it sleeps: four ranks on two cores need 130 us for 64 KB without,
-  // 50 us with it. Where every rank has a core it would give way to busy threads of the user's, for milliseconds.
+  // 50 us with it. Where every rank has a core there is no peer to give way to, only threads of the user's.
   const bool crowded = n_cores < world;
   spin_ns_ = crowded ? 2000 : 50000;
   yield_ns_ = crowded ? 200000 : 0;

@@ -44,10 +44,10 @@ _ERRORS: dict[int, type[CGXError]] = {
 
 # The most of a slice, in bytes of values and of payloads. Small enough that what is encoded is still in the cache
 # when its sum is decoded over it, and that payloads stay there too; large enough that two meetings of all ranks a
-# slice cost little, the more so where busy threads of the user's delay each. The dependence on the number of ranks is
-# measured, not derived: on two ranks slices of 1 to 8 MB are alike, but 2.6 (at 1 MB) to 1.9 times slower when busy;
-# on four ranks and two cores, 25 MB at 4 bits take 10.4 ms at 0.5 MB and 12.8 at 2. 25 MB exact take 3.5 ms at 1 MB
-# of payload, 4.5 at 4.
+# slice cost little. The payload's bound: 25 MB exact on two ranks took 3.6 ms at 1 MB and 4.5 at 4 (one run each).
+# The values' bound is a weak choice among about five that were tried, on a noisy machine: on two ranks 1 to 8 MB were
+# alike; on four ranks and two cores 25 MB at 4 bits took 9.4 to 10.7 ms at 0.5 MB and 10.6 to 14.3 at 2 in one
+# session, but 15 ms at 0.5 MB in another. Nothing shows that it matters to a busy main thread.
 PIPELINE_PAYLOAD_NBYTES = 1 << 20
 
 
