@@ -15,11 +15,17 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 1
+#define CGX_ABI_VERSION 2
 
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3 } cgx_dtype;
 
-typedef enum cgx_simd { CGX_SCALAR = 0, CGX_AVX2 = 1 } cgx_simd;
+typedef enum cgx_simd { CGX_SCALAR = 0, CGX_AVX2 = 1, CGX_AVX512 = 2, CGX_NEON = 3 } cgx_simd;
+
+/* With what a kernel runs. The bytes it writes depend on neither. */
+typedef struct cgx_means {
+  int32_t simd;    /* cgx_simd */
+  int32_t threads; /* at most so many, the caller's included; small calls take fewer */
+} cgx_means;
 
 typedef enum cgx_status {
   CGX_OK = 0,
@@ -58,17 +64,20 @@ CGX_API int cgx_simd_available(int simd);
 
 CGX_API int64_t cgx_piece_payload_nbytes(const cgx_piece* piece, int dtype);
 
-CGX_API int cgx_encode(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, const void* values,
-                       uint8_t* payload, const cgx_rounding* rounding);
+/* residual, if not NULL, is indexed like values and receives what encoding lost of each: value - decoded, in float32;
+ * 0 where a value travels raw, unchanged in blocks that hold a NaN or an infinity. */
+CGX_API int cgx_encode(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, const void* values,
+                       uint8_t* payload, const cgx_rounding* rounding, float* residual);
 
 /* add: values += decoded instead of values = decoded. */
-CGX_API int cgx_decode(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, const uint8_t* payload,
-                       void* values, int add);
+CGX_API int cgx_decode(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces,
+                       const uint8_t* payload, void* values, int add);
 
-/* values = decode(encode((values + payloads[0] + payloads[1] + ...) * scale)); the encoded sum goes to out. */
-CGX_API int cgx_reduce(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, void* values,
+/* values = decode(encode((values + payloads[0] + payloads[1] + ...) * scale)); the encoded sum goes to out.
+ * residual as above, of the sum, divided by scale: what the sum, not the mean, has lost. */
+CGX_API int cgx_reduce(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, void* values,
                        const uint8_t* const* payloads, int64_t n_payloads, double scale, uint8_t* out,
-                       const cgx_rounding* rounding);
+                       const cgx_rounding* rounding, float* residual);
 
 /* ---- plans: what one rank does in one operation, as tables ---- */
 
@@ -157,7 +166,8 @@ CGX_API int cgx_control_create(int64_t world, char* name, int64_t name_nbytes, c
 /* Maps it. global_ranks: what errors call the ranks. names: strings for errors, each list separated by '\n'. */
 CGX_API cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* global_ranks,
                                   const char* operation_names, const char* dtype_names, const char* reduction_names,
-                                  int simd, int64_t segment_limit_nbytes, char* error, int64_t error_nbytes);
+                                  const cgx_means* means, int64_t segment_limit_nbytes, char* error,
+                                  int64_t error_nbytes);
 /* Called by the creator once all have opened it: from then on nothing of the group has a name. */
 CGX_API void cgx_control_unlink(const char* name);
 

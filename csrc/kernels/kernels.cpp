@@ -1,7 +1,12 @@
 // Chooses a SIMD level and walks tables of pieces: the kernels' part of the C ABI.
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
 #include "cgx.h"
 #include "levels.h"
 #include "numerics.h"
+#include "threads.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -40,11 +45,23 @@ class StrictArithmetic {
 };
 
 const cgx_kernels* kernels_of(int simd) {
-  if (simd == CGX_SCALAR) return &cgx_scalar_kernels;
+  if (!cgx_simd_available(simd)) return nullptr;
+  switch (simd) {
 #ifdef CGX_HAVE_AVX2
-  if (simd == CGX_AVX2 && cgx_simd_available(CGX_AVX2)) return &cgx_avx2_kernels;
+    case CGX_AVX2:
+      return &cgx_avx2_kernels;
 #endif
-  return nullptr;
+#ifdef CGX_HAVE_AVX512
+    case CGX_AVX512:
+      return &cgx_avx512_kernels;
+#endif
+#ifdef CGX_HAVE_NEON
+    case CGX_NEON:
+      return &cgx_neon_kernels;
+#endif
+    default:
+      return &cgx_scalar_kernels;
+  }
 }
 
 bool valid(const cgx_piece& piece, int dtype) {
@@ -61,50 +78,131 @@ bool valid(int dtype, const cgx_piece* pieces, int64_t n_pieces) {
   return true;
 }
 
+// A part of a piece for one thread.
+struct Part {
+  const cgx_piece* piece;
+  Span span;
+};
+
+constexpr int64_t kPartNumel = 1 << 16;  // some ten microseconds, about what it takes to wake a helper
+
+// Cuts that leave no byte of a payload to two parts.
+int64_t part_numel(const cgx_piece& piece) {
+  const int64_t unit = piece.bits == 32 ? 8 : std::lcm(piece.block, int64_t{8});
+  return (kPartNumel + unit - 1) / unit * unit;
+}
+
+std::vector<Part> cut(const cgx_piece* pieces, int64_t n_pieces) {
+  std::vector<Part> parts;
+  for (const cgx_piece* piece = pieces; piece < pieces + n_pieces; ++piece) {
+    const int64_t step = part_numel(*piece);
+    for (int64_t first = 0; first < piece->numel; first += step)
+      parts.push_back({piece, {first, std::min(piece->numel, first + step)}});
+  }
+  return parts;
+}
+
+int64_t total_numel(const cgx_piece* pieces, int64_t n_pieces) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < n_pieces; ++i) total += pieces[i].numel;
+  return total;
+}
+
+template <class Task>
+struct Call {
+  void (*kernel)(const Task&, const cgx_piece&, Span);
+  const Task& task;
+  std::vector<Part> parts;
+
+  static void work(void* context, int64_t i) {
+    const Call& call = *static_cast<const Call*>(context);
+    const StrictArithmetic strict;
+    call.kernel(call.task, *call.parts[static_cast<size_t>(i)].piece, call.parts[static_cast<size_t>(i)].span);
+  }
+};
+
+template <class Task>
+void run(void (*kernel)(const Task&, const cgx_piece&, Span), const Task& task, int threads, const cgx_piece* pieces,
+         int64_t n_pieces) {
+  if (threads > 1 && total_numel(pieces, n_pieces) >= 2 * kPartNumel) {
+    Call<Task> call{kernel, task, cut(pieces, n_pieces)};
+    cgx_parallel(threads, static_cast<int64_t>(call.parts.size()), Call<Task>::work, &call);
+    return;
+  }
+  const StrictArithmetic strict;
+  for (int64_t i = 0; i < n_pieces; ++i) kernel(task, pieces[i], {0, pieces[i].numel});
+}
+
+// Decoding so much would push everything out of the caches: it goes past them.
+constexpr int64_t kStreamNbytes = 16 << 20;
+
 }  // namespace
 
 int cgx_abi_version(void) { return CGX_ABI_VERSION; }
 
 int cgx_simd_available(int simd) {
-  if (simd == CGX_SCALAR) return 1;
+  switch (simd) {
+    case CGX_SCALAR:
+      return 1;
 #ifdef CGX_HAVE_AVX2
-  if (simd == CGX_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 1 : 0;
+    case CGX_AVX2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 1 : 0;
 #endif
-  return 0;
+#ifdef CGX_HAVE_AVX512
+    case CGX_AVX512:
+#ifdef CGX_TEST_ASSUME_AVX512  // a test that emulates the instructions
+      return 1;
+#else
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+                 ? 1
+                 : 0;
+#endif
+#endif
+#ifdef CGX_HAVE_NEON
+    case CGX_NEON:
+      return 1;
+#endif
+    default:
+      return 0;
+  }
 }
 
-int cgx_best_simd(void) { return cgx_simd_available(CGX_AVX2) ? CGX_AVX2 : CGX_SCALAR; }
+int cgx_best_simd(void) {
+  for (const int simd : {CGX_AVX512, CGX_AVX2, CGX_NEON})
+    if (cgx_simd_available(simd)) return simd;
+  return CGX_SCALAR;
+}
 
 int64_t cgx_piece_payload_nbytes(const cgx_piece* piece, int dtype) {
   if (!valid(dtype, piece, 1)) return CGX_ERROR_ARGUMENT;
   return PieceParts(*piece, itemsize(dtype)).nbytes;
 }
 
-int cgx_encode(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, const void* values, uint8_t* payload,
-               const cgx_rounding* rounding) {
-  const cgx_kernels* kernels = kernels_of(simd);
+int cgx_encode(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, const void* values,
+               uint8_t* payload, const cgx_rounding* rounding, float* residual) {
+  const cgx_kernels* kernels = kernels_of(means->simd);
   if (!kernels || !valid(dtype, pieces, n_pieces)) return CGX_ERROR_ARGUMENT;
-  StrictArithmetic strict;
-  for (int64_t i = 0; i < n_pieces; ++i) kernels->encode[dtype](pieces[i], values, payload, *rounding);
+  run(kernels->encode[dtype], EncodeTask{values, payload, rounding, residual}, means->threads, pieces, n_pieces);
   return CGX_OK;
 }
 
-int cgx_decode(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, const uint8_t* payload, void* values,
-               int add) {
-  const cgx_kernels* kernels = kernels_of(simd);
+int cgx_decode(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, const uint8_t* payload,
+               void* values, int add) {
+  const cgx_kernels* kernels = kernels_of(means->simd);
   if (!kernels || !valid(dtype, pieces, n_pieces)) return CGX_ERROR_ARGUMENT;
-  StrictArithmetic strict;
-  for (int64_t i = 0; i < n_pieces; ++i) kernels->decode[dtype](pieces[i], payload, values, add != 0);
+  const bool large = total_numel(pieces, n_pieces) * itemsize(dtype) >= kStreamNbytes;
+  const Writing writing = add ? Writing::kAdd : large ? Writing::kStream : Writing::kStore;
+  run(kernels->decode[dtype], DecodeTask{payload, values, writing}, means->threads, pieces, n_pieces);
   return CGX_OK;
 }
 
-int cgx_reduce(int simd, int dtype, const cgx_piece* pieces, int64_t n_pieces, void* values,
+int cgx_reduce(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, void* values,
                const uint8_t* const* payloads, int64_t n_payloads, double scale, uint8_t* out,
-               const cgx_rounding* rounding) {
-  const cgx_kernels* kernels = kernels_of(simd);
+               const cgx_rounding* rounding, float* residual) {
+  const cgx_kernels* kernels = kernels_of(means->simd);
   if (!kernels || !valid(dtype, pieces, n_pieces) || n_payloads < 1) return CGX_ERROR_ARGUMENT;
-  StrictArithmetic strict;
-  for (int64_t i = 0; i < n_pieces; ++i)
-    kernels->reduce[dtype](pieces[i], values, payloads, n_payloads, scale, out, *rounding);
+  const ReduceTask task{values, payloads, n_payloads, scale, out, rounding, residual};
+  run(kernels->reduce[dtype], task, means->threads, pieces, n_pieces);
   return CGX_OK;
 }

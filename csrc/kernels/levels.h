@@ -1,27 +1,61 @@
-// The table of functions that each SIMD level fills in; the dispatcher chooses one.
+// What the dispatcher asks of a SIMD level: a table of functions, each of which works on a part of one piece.
 #pragma once
 
 #include "cgx.h"
 
-struct cgx_kernels {
-  void (*encode[4])(const cgx_piece& piece, const void* values, uint8_t* slot, const cgx_rounding& how);
-  void (*decode[4])(const cgx_piece& piece, const uint8_t* slot, void* values, bool add);
-  void (*reduce[4])(const cgx_piece& piece, void* values, const uint8_t* const* payloads, int64_t n_payloads,
-                    double scale, uint8_t* slot, const cgx_rounding& how);
+// Values of a piece, counted from its start. Parts of one piece can be worked on in any order and at the same time:
+// they start at multiples of 8 and of the block size, so that they share no byte of the payload.
+struct Span {
+  int64_t first;
+  int64_t end;
+};
+
+struct EncodeTask {
+  const void* values;
+  uint8_t* slot;
+  const cgx_rounding* rounding;
+  float* residual;  // or null
+};
+
+enum class Writing { kStore, kStream, kAdd };  // streaming leaves the cache alone: for more values than fit it
+
+struct DecodeTask {
+  const uint8_t* slot;
+  void* values;
+  Writing writing;
+};
+
+struct ReduceTask {
+  void* values;
+  const uint8_t* const* payloads;
+  int64_t n_payloads;
+  double scale;
+  uint8_t* slot;
+  const cgx_rounding* rounding;
+  float* residual;  // or null
 };
 
 // Indexed by cgx_dtype.
+struct cgx_kernels {
+  void (*encode[4])(const EncodeTask& task, const cgx_piece& piece, Span span);
+  void (*decode[4])(const DecodeTask& task, const cgx_piece& piece, Span span);
+  void (*reduce[4])(const ReduceTask& task, const cgx_piece& piece, Span span);
+};
+
 #define CGX_KERNEL_TABLE(Level)                                                                  \
   {                                                                                              \
-      {Engine<Level>::encode<float>, Engine<Level>::encode<Half>, Engine<Level>::encode<BFloat>, \
-       Engine<Level>::encode<double>},                                                           \
-      {Engine<Level>::decode<float>, Engine<Level>::decode<Half>, Engine<Level>::decode<BFloat>, \
-       Engine<Level>::decode<double>},                                                           \
-      {Engine<Level>::reduce<float>, Engine<Level>::reduce<Half>, Engine<Level>::reduce<BFloat>, \
-       Engine<Level>::reduce<double>},                                                           \
+      {encode<Level, float>, encode<Level, Half>, encode<Level, BFloat>, encode<Level, double>}, \
+      {decode<Level, float>, decode<Level, Half>, decode<Level, BFloat>, decode<Level, double>}, \
+      {reduce<Level, float>, reduce<Level, Half>, reduce<Level, BFloat>, reduce<Level, double>}, \
   }
 
 extern const cgx_kernels cgx_scalar_kernels;
 #ifdef CGX_HAVE_AVX2
 extern const cgx_kernels cgx_avx2_kernels;
+#endif
+#ifdef CGX_HAVE_AVX512
+extern const cgx_kernels cgx_avx512_kernels;
+#endif
+#ifdef CGX_HAVE_NEON
+extern const cgx_kernels cgx_neon_kernels;
 #endif

@@ -87,24 +87,19 @@ struct BlockScale {
   bool flat;
 };
 
-template <int Bits>
-inline BlockScale scale_of(const Range& range) {
+// top: the highest level, 2^bits - 1.
+inline BlockScale scale_of(const Range& range, int32_t top) {
   const float lo = range.lo + 0.0f, hi = range.hi + 0.0f;
   const float width = hi - lo;
   if (range.has_nan || !(std::fabs(width) <= std::numeric_limits<float>::max()))
     return {{canonical_nan(), canonical_nan()}, 0.0f, true};
   if (hi == lo) return {{0.0f, lo}, 0.0f, true};
-  float unit = width / static_cast<float>((1 << Bits) - 1);
+  float unit = width / static_cast<float>(top);
   if (unit < 0x1p-126f) unit = 0x1p-126f;
   return {{unit, lo}, 1.0f / unit, false};
 }
 
-inline float dequantize(const Header& header, int32_t level) {
-  const float step = header.unit * static_cast<float>(level);
-  return header.lo + step;
-}
-
-// Counter-based random numbers: one 32-bit hash of the value's index under a 64-bit key.
+// Counter-based random numbers: one 32-bit hash, under a 64-bit key, gives 16 bits to each of two neighbours.
 constexpr uint32_t kIndexFactor = 0x9E3779B1u, kFirstFactor = 0x7FEB352Du, kSecondFactor = 0x846CA68Bu;
 
 inline uint64_t mix64(uint64_t z) {
@@ -118,21 +113,19 @@ struct RandomKey {
   uint32_t k1;
 };
 
-inline RandomKey random_key(const cgx_rounding& rounding, int64_t index) {
+inline RandomKey random_key(const cgx_rounding& rounding) {
   constexpr uint64_t golden = 0x9E3779B97F4A7C15ull;
   uint64_t key = mix64(rounding.seed + golden);
   key = mix64((key ^ rounding.op) + golden);
   key = mix64((key ^ (static_cast<uint64_t>(rounding.rank) << 32 | rounding.stage)) + golden);
-  key = mix64((key ^ (static_cast<uint64_t>(index) >> 32)) + golden);
   return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
 }
 
-inline float random_unit(const RandomKey& key, int64_t index) {
-  uint32_t u = static_cast<uint32_t>(index) * kIndexFactor + key.k0;
+inline uint32_t random_pair(const RandomKey& key, uint32_t pair) {
+  uint32_t u = pair * kIndexFactor + key.k0;
   u = (u ^ (u >> 16)) * kFirstFactor + key.k1;
   u = (u ^ (u >> 15)) * kSecondFactor;
-  u ^= u >> 16;
-  return static_cast<float>(u >> 8) * 0x1p-24f;
+  return u ^ (u >> 16);
 }
 
 inline int64_t itemsize(int dtype) { return dtype == CGX_FLOAT64 ? 8 : dtype == CGX_FLOAT32 ? 4 : 2; }

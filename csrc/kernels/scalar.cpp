@@ -1,16 +1,17 @@
 // The portable level: eight lanes as plain arrays, which any compiler may vectorise as far as its target goes.
 #include "engine.h"
-#include "levels.h"
 
 namespace {
 
 struct Scalar {
+  static constexpr int kLanes = 8;
   struct Floats {
     float v[kLanes];
   };
   struct Ints {
     int32_t v[kLanes];
   };
+  using Mask = bool;
 
   template <class F>
   static inline Floats each(F f) {
@@ -33,19 +34,25 @@ struct Scalar {
   }
   template <class T>
   static Floats load(const T* p) {
+    const char* bytes = reinterpret_cast<const char*>(p);
     return each([&](int i) {
       T x;
-      std::memcpy(&x, p + i, sizeof x);
+      std::memcpy(&x, bytes + i * sizeof x, sizeof x);
       return to_float(x);
     });
   }
   template <class T>
   static void store(T* p, Floats x) {
+    char* bytes = reinterpret_cast<char*>(p);
     for (int i = 0; i < kLanes; ++i) {
       T narrow;
       from_float(x.v[i], &narrow);
-      std::memcpy(p + i, &narrow, sizeof narrow);
+      std::memcpy(bytes + i * sizeof narrow, &narrow, sizeof narrow);
     }
+  }
+  template <class T>
+  static void stream(T* p, Floats x) {
+    store(p, x);
   }
   static Floats add(Floats a, Floats b) {
     return each([&](int i) { return a.v[i] + b.v[i]; });
@@ -62,48 +69,72 @@ struct Scalar {
   static Floats max(Floats a, Floats b) {
     return each([&](int i) { return b.v[i] > a.v[i] ? b.v[i] : a.v[i]; });
   }
-  static Ints min(Ints a, Ints b) {
-    return each_int([&](int i) { return b.v[i] < a.v[i] ? b.v[i] : a.v[i]; });
-  }
-  static Floats note_nan(Floats noted, Floats x) {
-    return each([&](int i) { return x.v[i] != x.v[i] ? 1.0f : noted.v[i]; });
-  }
-  static bool any_nan(Floats noted) {
-    for (float x : noted.v)
-      if (x != 0.0f) return true;
-    return false;
-  }
   static float lowest(Floats x) { return *std::min_element(x.v, x.v + kLanes); }
   static float highest(Floats x) { return *std::max_element(x.v, x.v + kLanes); }
+
+  static Mask no_mask() { return false; }
+  static Mask note_nan(Mask noted, Floats a, Floats b) {
+    bool nan = noted;
+    for (int i = 0; i < kLanes; ++i) nan |= (a.v[i] != a.v[i]) | (b.v[i] != b.v[i]);
+    return nan;
+  }
+  static Mask either(Mask a, Mask b) { return a || b; }
+  static bool any(Mask a) { return a; }
+
   static Ints truncate(Floats x) {
     return each_int([&](int i) { return static_cast<int32_t>(x.v[i]); });
+  }
+  static Ints round(Floats x) {
+    return each_int([&](int i) { return static_cast<int32_t>(std::lrint(x.v[i])); });
   }
   static Floats to_floats(Ints x) {
     return each([&](int i) { return static_cast<float>(x.v[i]); });
   }
-  static Floats random(const RandomKey& key, uint32_t index) {
-    return each([&](int i) { return random_unit(key, static_cast<uint32_t>(index + static_cast<uint32_t>(i))); });
+  static Ints add(Ints a, Ints b) {
+    return each_int([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  static Ints min(Ints a, Ints b) {
+    return each_int([&](int i) { return b.v[i] < a.v[i] ? b.v[i] : a.v[i]; });
+  }
+  static Ints shift_16(Ints x) {
+    return each_int([&](int i) { return x.v[i] >> 16; });
+  }
+
+  static Ints load_levels(const uint8_t* p) {
+    return each_int([&](int i) { return p[i]; });
+  }
+  static void store_levels(uint8_t* out, const Ints (&q)[kGroup / kLanes]) {
+    for (int i = 0; i < kGroup; ++i) out[i] = static_cast<uint8_t>(q[i / kLanes].v[i % kLanes]);
+  }
+
+  // 32 random numbers from 16 hashes.
+  static void draw(const RandomKey& key, uint32_t pair, uint16_t* out) {
+    for (uint32_t i = 0; i < kGroup / 2; ++i) {
+      const uint32_t u = random_pair(key, pair + i);
+      out[2 * i] = static_cast<uint16_t>(u);
+      out[2 * i + 1] = static_cast<uint16_t>(u >> 16);
+    }
+  }
+  static Ints load_random(const uint16_t* p) {
+    return each_int([&](int i) { return p[i]; });
   }
 
   // Eight levels of Bits bits are Bits bytes: one little-endian word.
   template <int Bits>
-  static void pack1(Ints x, uint8_t* out) {
-    uint64_t word = 0;
-    for (int i = 0; i < kLanes; ++i) word |= static_cast<uint64_t>(x.v[i]) << (i * Bits);
-    for (int i = 0; i < Bits; ++i) out[i] = static_cast<uint8_t>(word >> (8 * i));
+  static void pack(const uint8_t* levels, uint8_t* out) {
+    for (int eight = 0; eight < kGroup / 8; ++eight, levels += 8, out += Bits) {
+      uint64_t word = 0;
+      for (int i = 0; i < 8; ++i) word |= static_cast<uint64_t>(levels[i]) << (i * Bits);
+      for (int i = 0; i < Bits; ++i) out[i] = static_cast<uint8_t>(word >> (8 * i));
+    }
   }
   template <int Bits>
-  static void pack4(Ints a, Ints b, Ints c, Ints d, uint8_t* out, int64_t) {
-    pack1<Bits>(a, out);
-    pack1<Bits>(b, out + Bits);
-    pack1<Bits>(c, out + 2 * Bits);
-    pack1<Bits>(d, out + 3 * Bits);
-  }
-  template <int Bits>
-  static Ints unpack(const uint8_t* p) {
-    uint64_t word = 0;
-    for (int i = 0; i < Bits; ++i) word |= static_cast<uint64_t>(p[i]) << (8 * i);
-    return each_int([&](int i) { return static_cast<int32_t>((word >> (i * Bits)) & ((1u << Bits) - 1)); });
+  static void unpack(const uint8_t* in, uint8_t* levels) {
+    for (int eight = 0; eight < kGroup / 8; ++eight, in += Bits, levels += 8) {
+      uint64_t word = 0;
+      for (int i = 0; i < Bits; ++i) word |= static_cast<uint64_t>(in[i]) << (8 * i);
+      for (int i = 0; i < 8; ++i) levels[i] = static_cast<uint8_t>((word >> (i * Bits)) & ((1u << Bits) - 1));
+    }
   }
 };
 

@@ -44,8 +44,8 @@ int cgx_control_create(int64_t world, char* name, int64_t name_nbytes, char* err
 void cgx_control_unlink(const char* name) { cgx::Segment::unlink(name); }
 
 cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* global_ranks,
-                          const char* operation_names, const char* dtype_names, const char* reduction_names, int simd,
-                          int64_t segment_limit_nbytes, char* error, int64_t error_nbytes) try {
+                          const char* operation_names, const char* dtype_names, const char* reduction_names,
+                          const cgx_means* means, int64_t segment_limit_nbytes, char* error, int64_t error_nbytes) try {
   const cgx::ControlLayout layout(world);
   cgx::Segment segment;
   std::string problem = cgx::Segment::open(name, layout.nbytes, &segment);
@@ -56,7 +56,7 @@ cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const i
   }
   put(problem, error, error_nbytes);
   if (!problem.empty() || rank < 0 || rank >= world) return nullptr;
-  auto* group = new cgx_group{{std::move(segment), rank, world, global_ranks, simd, segment_limit_nbytes}, layout};
+  auto* group = new cgx_group{{std::move(segment), rank, world, global_ranks, *means, segment_limit_nbytes}, layout};
   group->inner.start(operation_names, dtype_names, reduction_names);
   return group;
 } catch (const std::exception& e) {

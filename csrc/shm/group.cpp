@@ -24,7 +24,7 @@ uint64_t fingerprint_of(const cgx_call& call, int64_t sequence) {
 
 }  // namespace
 
-Group::Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, int simd,
+Group::Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, const cgx_means& means,
              int64_t segment_limit_nbytes)
     : layout_(world),
       control_segment_(std::move(control)),
@@ -35,7 +35,7 @@ Group::Group(Segment control, int64_t rank, int64_t world, const int32_t* global
       rank_(rank),
       world_(world),
       global_ranks_(global_ranks, global_ranks + world),
-      simd_(simd),
+      means_(means),
       segment_limit_nbytes_(segment_limit_nbytes),
       owner_pid_(getpid()),
       watch_(world) {
@@ -229,8 +229,8 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
   switch (step.kind) {
     case CGX_STEP_ENCODE:
       rounding.stage = 0;
-      status =
-          cgx_encode(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, slot_data(op, step.slot), &rounding);
+      status = cgx_encode(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, slot_data(op, step.slot),
+                          &rounding, nullptr);
       count(kEncodeNs, now_ns() - begin_ns);
       break;
     case CGX_STEP_SEND:
@@ -255,13 +255,13 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
       for (size_t i = 0; i < payloads.size(); ++i)
         payloads[i] = slot_data(op, plan.inputs[static_cast<size_t>(step.first_input) + i]);
       rounding.stage = 1;
-      status = cgx_reduce(simd_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
-                          op.what.scale, slot_data(op, step.slot), &rounding);
+      status = cgx_reduce(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
+                          op.what.scale, slot_data(op, step.slot), &rounding, nullptr);
       count(kReduceNs, now_ns() - begin_ns);
       break;
     }
     default:
-      status = cgx_decode(simd_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values, 0);
+      status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values, 0);
       count(kDecodeNs, now_ns() - begin_ns);
       break;
   }

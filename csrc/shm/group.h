@@ -38,7 +38,7 @@ struct OperationTimes {
 
 class Group {
  public:
-  Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, int simd,
+  Group(Segment control, int64_t rank, int64_t world, const int32_t* global_ranks, const cgx_means& means,
         int64_t segment_limit_nbytes);
   ~Group();
 
@@ -107,7 +107,7 @@ class Group {
   Board board_;
   const int64_t rank_, world_;
   const std::vector<int32_t> global_ranks_;
-  const int simd_;
+  const cgx_means means_;
   const int64_t segment_limit_nbytes_;
   const int owner_pid_;
   int64_t spin_ns_, yield_ns_;  // how long a wait spins, and how long after its start it still yields

@@ -32,7 +32,7 @@ from torch_cgx.config import Compression, Settings
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.executors.shm import SharedGroup
-from torch_cgx.kernels.cpu import default_kernels
+from torch_cgx.kernels.cpu import default_kernels, thread_count
 from torch_cgx.layers import LayerTable
 from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
 from torch_cgx.transports.gloo import GlooTransport
@@ -102,7 +102,9 @@ class ProcessGroupCGX(CarriedCollectives):
             self._reducer = SharedReducer(self._shared, place)
         elif world > 1:
             transport = GlooTransport(prefixed("messages"), rank, world, timeout, self._global_ranks)
-            kernels = default_kernels(self._settings.simd)
+            kernels = default_kernels(
+                self._settings.simd, thread_count(self._settings.num_threads, members.ranks_here(rank))
+            )
             algorithm = self._settings.cross_reduction
             executor = MessageExecutor(transport, kernels, rank, world, algorithm, self._global_ranks)
             self._reducer = MessageReducer(executor, place)

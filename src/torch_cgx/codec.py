@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_cgx.config import Settings
 from torch_cgx.kernels import Kernels, Piece, Rounding
-from torch_cgx.kernels.cpu import default_kernels
+from torch_cgx.kernels.cpu import default_kernels, thread_count
 from torch_cgx.quantizers import MaxMin
 
 __all__ = ["dequantize", "payload_nbytes", "quantize"]
@@ -86,7 +86,8 @@ def payload_nbytes(numel: int, dtype: torch.dtype, bits: int, bucket_size: int) 
 
 
 def _kernels() -> Kernels:
-    return default_kernels(Settings.from_environ().simd)
+    settings = Settings.from_environ()
+    return default_kernels(settings.simd, thread_count(settings.num_threads))
 
 
 def _pieces(numel: int, bits: int, bucket_size: int) -> tuple[Piece, ...]:

@@ -21,6 +21,7 @@ _RAW_BITS_VARIABLE, _RAW_BLOCK_VARIABLE = os.fsencode(BITS_VARIABLE), os.fsencod
 
 _BITS = (*range(1, 9), 32)
 _SMALLEST_COMPRESSED_NUMEL = 16  # below it the header costs more than the values
+_SIMD = ("scalar", "avx2", "avx512", "neon")
 _OWN_TO_A_RANK = ("node_id", "num_threads", "simd")
 
 
@@ -54,7 +55,7 @@ class Settings:
     intra_broadcast: bool = True  # True: one rank of each node speaks for it
     intra_compress: bool = True  # False: exact within a node, compressed only between nodes
     node_id: str | None = None  # names this rank's node; None: found out
-    num_threads: int = 1  # threads of a large kernel call
+    num_threads: int | None = None  # threads of a large kernel call; None: torch's, at most this rank's share of cores
     simd: str | None = None  # forces a kernel level; None: the best the CPU has
 
     def __post_init__(self) -> None:
@@ -80,8 +81,8 @@ class Settings:
             intra_broadcast=read.choice("CGX_INTRA_BROADCAST", "1", ("1",), ("0", "1")) == "1",
             intra_compress=read.choice("CGX_INTRA_COMPRESS", "1", ("1",), ("0", "1")) == "1",
             node_id=read.text("CGX_NODE_ID"),
-            num_threads=read.single_thread("CGX_NUM_THREADS"),
-            simd=read.optional_choice("CGX_SIMD", ("scalar", "avx2"), ("scalar", "avx2", "avx512", "neon")),
+            num_threads=read.optional_integer("CGX_NUM_THREADS", 1, 256),
+            simd=read.optional_choice("CGX_SIMD", _SIMD, _SIMD),
         )
 
     def fingerprint(self) -> dict[str, object]:
@@ -158,11 +159,8 @@ class _Reader:
     def choice(self, name: str, default: str, here: Sequence[str], planned: Sequence[str]) -> str:
         return self.optional_choice(name, here, planned) or default
 
-    def single_thread(self, name: str) -> int:
-        threads = self.integer(name, 1, 1, 1024)
-        if threads > 1:
-            raise _not_yet(name, str(threads), "1")
-        return threads
+    def optional_integer(self, name: str, least: int, most: int) -> int | None:
+        return None if self.text(name) is None else self.integer(name, least, least, most)
 
 
 def _either(words: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from torch_cgx import _native
 from torch_cgx.config import Settings
 from torch_cgx.errors import MismatchError, SharedMemoryError
 from torch_cgx.executors.shm import SharedGroup
-from torch_cgx.kernels.cpu import available, simd_number
+from torch_cgx.kernels.cpu import available, means, thread_count
 from torch_cgx.version import __version__
 
 __all__ = ["Membership", "agree", "join", "open_shared_group"]
@@ -44,13 +44,17 @@ class Membership:
     def one_host(self) -> bool:
         return len(set(self.nodes)) == 1 and len(set(self.pid_namespaces)) == 1
 
+    def ranks_here(self, rank: int) -> int:
+        """How many ranks share this one's node."""
+        return self.nodes.count(self.nodes[rank])
+
 
 def agree(store: Store, rank: int, read_settings: Callable[[], Settings]) -> Settings:
     """This rank's settings; a mistake in them is told to the peers before it is raised here."""
     try:
         settings = read_settings()
         if available():
-            simd_number(settings.simd)  # raises where this processor lacks the level
+            means(settings.simd)  # raises where this processor lacks the level
         return settings
     except ValueError as error:
         store.set(f"member/{rank}", json.dumps({"mistake": str(error)}))
@@ -127,9 +131,9 @@ def _open_control(
     """The group, or what stands in the way."""
     if control["problem"]:
         return None, str(control["problem"])
-    simd = simd_number(settings.simd)
+    how = means(settings.simd, thread_count(settings.num_threads, ranks_here=world))
     try:
-        return SharedGroup(str(control["name"]), rank, world, global_ranks, names, simd, int(control["limit"])), ""
+        return SharedGroup(str(control["name"]), rank, world, global_ranks, names, how, int(control["limit"])), ""
     except SharedMemoryError as error:
         return None, str(error)
 

@@ -47,7 +47,12 @@ def all_reduces(me: Rank) -> list[str]:
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_all_ranks_hold_the_same_bits_within_the_bound(world: int) -> None:
     first, *others = run_ranks(
-        all_reduces, world, "cgx", rank_env={1: {"CGX_SIMD": "scalar"}}, timeout_s=120.0, group_timeout_s=60.0
+        all_reduces,
+        world,
+        "cgx",
+        rank_env={1: {"CGX_SIMD": "scalar", "CGX_NUM_THREADS": "3"}},
+        timeout_s=120.0,
+        group_timeout_s=60.0,
     )
     assert len(first) > 100
     for other in others:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torch_cgx.kernels import NEAREST, Piece, Rounding, reference
-from torch_cgx.kernels.random import uniform
+from torch_cgx.kernels.random import random16
 from torch_cgx.kernels.reference import ReferenceKernels
 from torch_cgx.quantizers import Identity, MaxMin, Quantizer
 
@@ -100,7 +100,7 @@ def by_definition(x: Tensor, quantizer: MaxMin, rounding: Rounding) -> bytes:
     numel = x.numel()
     quantized = numel - quantizer.raw_tail(numel)
     wide = x.float().numpy()
-    r = uniform(rounding, 0, numel).numpy() if rounding.stochastic else np.full(numel, 0.5, np.float32)
+    random = random16(rounding, 0, numel).tolist()
     top = 2**quantizer.bits - 1
     head, stream = b"", 0
     with np.errstate(all="ignore"):
@@ -117,7 +117,10 @@ def by_definition(x: Tensor, quantizer: MaxMin, rounding: Rounding) -> bytes:
             inv = np.float32(1) / unit
             head += struct.pack("<ff", unit, lo)
             for i, value in enumerate(block, start):
-                level = min(top, int((value - lo) * inv + r[i]))
+                scaled = (value - lo) * inv
+                level = int(scaled + np.float32(0.5))
+                if rounding.stochastic:
+                    level = min(top, int(np.rint(scaled * np.float32(65536))) + random[i] >> 16)
                 stream |= level << i * quantizer.bits
     coded = head + stream.to_bytes(-(-quantized * quantizer.bits // 8), "little")
     coded += bytes(x[quantized:].view(torch.uint8).tolist())

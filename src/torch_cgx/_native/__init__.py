@@ -12,11 +12,15 @@ import threading
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-__all__ = ["Call", "Piece", "Rounding", "Slot", "Stats", "Step", "Submission", "library"]
+__all__ = ["Call", "Means", "Piece", "Rounding", "Slot", "Stats", "Step", "Submission", "library"]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _log = logging.getLogger("torch_cgx")
+
+
+class Means(ctypes.Structure):
+    _fields_ = [("simd", c_int32), ("threads", c_int32)]
 
 
 class Piece(ctypes.Structure):
@@ -78,13 +82,16 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "cgx_best_simd": (c_int, []),
     "cgx_simd_available": (c_int, [c_int]),
     "cgx_piece_payload_nbytes": (c_int64, [POINTER(Piece), c_int]),
-    "cgx_encode": (c_int, [c_int, c_int, POINTER(Piece), c_int64, c_void_p, c_void_p, POINTER(Rounding)]),
-    "cgx_decode": (c_int, [c_int, c_int, POINTER(Piece), c_int64, c_void_p, c_void_p, c_int]),
+    "cgx_encode": (
+        c_int,
+        [POINTER(Means), c_int, POINTER(Piece), c_int64, c_void_p, c_void_p, POINTER(Rounding), c_void_p],
+    ),
+    "cgx_decode": (c_int, [POINTER(Means), c_int, POINTER(Piece), c_int64, c_void_p, c_void_p, c_int]),
     "cgx_reduce": (
         c_int,
         [
-            *(c_int, c_int, POINTER(Piece), c_int64, c_void_p, POINTER(c_void_p), c_int64, c_double, c_void_p),
-            POINTER(Rounding),
+            *(POINTER(Means), c_int, POINTER(Piece), c_int64, c_void_p, POINTER(c_void_p), c_int64, c_double, c_void_p),
+            *(POINTER(Rounding), c_void_p),
         ],
     ),
     "cgx_plan_new": (
@@ -98,7 +105,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "cgx_control_create": (c_int, [c_int64, c_char_p, c_int64, c_char_p, c_int64]),
     "cgx_group_open": (
         c_void_p,
-        [c_char_p, c_int64, c_int64, POINTER(c_int32), c_char_p, c_char_p, c_char_p, c_int, c_int64, c_char_p, c_int64],
+        [
+            *(c_char_p, c_int64, c_int64, POINTER(c_int32), c_char_p, c_char_p, c_char_p),
+            *(POINTER(Means), c_int64, c_char_p, c_int64),
+        ],
     ),
     "cgx_control_unlink": (None, [c_char_p]),
     "cgx_group_note": (c_int64, [c_void_p, POINTER(Call)]),

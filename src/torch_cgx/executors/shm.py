@@ -209,7 +209,7 @@ class SharedGroup:
         world: int,
         global_ranks: Sequence[int],
         names: tuple[Sequence[str], Sequence[str], Sequence[str]],
-        simd: int,
+        means: _native.Means,
         limit_nbytes: int,
     ) -> None:
         lib = _native.library()
@@ -229,7 +229,7 @@ class SharedGroup:
             operations,
             dtypes,
             reductions,
-            simd,
+            means,
             limit_nbytes,
             error,
             len(error),

@@ -49,12 +49,22 @@ class Kernels(Protocol):
     `values` is the whole flat tensor (1-D, contiguous), which pieces index by their offset; `payload` and
     `out` are one slot each (uint8, 1-D, contiguous), which pieces index by theirs. Every byte of a piece's
     payload is written, the padding too. All work in place.
+
+    `residual`, if given, is a float32 tensor as long as `values`: what encoding loses of each value is written
+    there (0 where it travels raw), but nothing in blocks that hold a NaN or an infinity.
     """
 
     @property
     def name(self) -> str: ...
 
-    def encode(self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding) -> None:
+    def encode(
+        self,
+        pieces: Sequence[Piece],
+        values: Tensor,
+        payload: Tensor,
+        rounding: Rounding,
+        residual: Tensor | None = None,
+    ) -> None:
         """Write the pieces' values into the payload."""
 
     def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
@@ -68,8 +78,10 @@ class Kernels(Protocol):
         out: Tensor,
         scale: float,
         rounding: Rounding,
+        residual: Tensor | None = None,
     ) -> None:
         """Add the decoded payloads to the values, in order; scale; encode into `out`; decode that back.
 
-        So the values end as what everybody who decodes `out` gets, to the bit.
+        So the values end as what everybody who decodes `out` gets, to the bit. The residual is divided by the scale:
+        what the sum, not the mean, has lost.
         """

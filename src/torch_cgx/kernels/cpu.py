@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,10 +14,20 @@ from torch_cgx import _native
 from torch_cgx.kernels import Kernels, Piece, Rounding
 from torch_cgx.kernels.reference import ReferenceKernels
 
-__all__ = ["DTYPES", "NativeKernels", "available", "default_kernels", "piece_table", "simd_level", "simd_number"]
+__all__ = [
+    "DTYPES",
+    "NativeKernels",
+    "available",
+    "default_kernels",
+    "means",
+    "simd_level",
+    "simd_levels",
+    "thread_count",
+]
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
-_SIMD_NAMES = ("scalar", "avx2")
+_SIMD_NAMES = ("scalar", "avx2", "avx512", "neon")
+_MOST_THREADS = 4  # by default: memory is as fast as a few cores ask
 
 
 def available() -> bool:
@@ -24,56 +35,68 @@ def available() -> bool:
     return _native.library() is not None
 
 
-def simd_number(forced: str | None = None) -> int:
-    """The library's number for a level: the forced one, which this processor must have, or the best it has."""
+def simd_levels() -> list[str]:
+    """The levels that this processor runs and the library was built with."""
     lib = _native.library()
-    if lib is None:
-        raise RuntimeError("torch_cgx was installed without its native library")
-    if forced is None:
-        return int(lib.cgx_best_simd())
-    if forced not in _SIMD_NAMES or not lib.cgx_simd_available(_SIMD_NAMES.index(forced)):
-        have = ", ".join(name for i, name in enumerate(_SIMD_NAMES) if lib.cgx_simd_available(i))
-        raise ValueError(f"CGX_SIMD={forced}: this processor runs {have}")
-    return _SIMD_NAMES.index(forced)
+    return [] if lib is None else [name for i, name in enumerate(_SIMD_NAMES) if lib.cgx_simd_available(i)]
 
 
 def simd_level(forced: str | None = None) -> str:
     """The name of the level that the kernels run at; "none" without the native library."""
-    return _SIMD_NAMES[simd_number(forced)] if available() else "none"
+    return _SIMD_NAMES[means(forced).simd] if available() else "none"
 
 
-@lru_cache(maxsize=4096)
-def piece_table(pieces: tuple[Piece, ...]) -> ctypes.Array[_native.Piece]:
-    """Pieces as the C table that the library reads."""
-    rows = (_native.Piece(p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits) for p in pieces)
-    return (_native.Piece * len(pieces))(*rows)
+def thread_count(asked: int | None, ranks_here: int = 1) -> int:
+    """How many threads a large call takes: as asked, or torch's number, within this rank's share of the cores."""
+    share = len(os.sched_getaffinity(0)) // ranks_here
+    return asked or max(1, min(torch.get_num_threads(), _MOST_THREADS, share))
+
+
+def means(simd: str | None = None, threads: int = 1) -> _native.Means:
+    """What the library is told: the forced level, which this processor must have, or the best it has; and threads."""
+    lib = _native.library()
+    if lib is None:
+        raise RuntimeError("torch_cgx was installed without its native library")
+    if simd is None:
+        return _native.Means(int(lib.cgx_best_simd()), threads)
+    have = simd_levels()
+    if simd not in have:
+        raise ValueError(f"CGX_SIMD={simd}: this processor runs {', '.join(have)}")
+    return _native.Means(_SIMD_NAMES.index(simd), threads)
 
 
 class NativeKernels:
     """`torch_cgx.kernels.Kernels` by the native library."""
 
-    def __init__(self, simd: str | None = None) -> None:
-        self._simd = simd_number(simd)
+    def __init__(self, simd: str | None = None, threads: int = 1) -> None:
+        self._means = means(simd, threads)
         lib = _native.library()
         assert lib is not None
         self._lib = lib
 
     @property
     def name(self) -> str:
-        return _SIMD_NAMES[self._simd]
+        return _SIMD_NAMES[self._means.simd]
 
-    def encode(self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding) -> None:
+    def encode(
+        self,
+        pieces: Sequence[Piece],
+        values: Tensor,
+        payload: Tensor,
+        rounding: Rounding,
+        residual: Tensor | None = None,
+    ) -> None:
         table, count = self._table(pieces, values, payload)
-        how = _rounding(rounding)
         status = self._lib.cgx_encode(
-            self._simd, DTYPES[values.dtype], table, count, values.data_ptr(), payload.data_ptr(), how
+            *(self._means, DTYPES[values.dtype], table, count, values.data_ptr(), payload.data_ptr()),
+            *(_rounding(rounding), _residual(residual, values)),
         )
         _check(status)
 
     def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
         table, count = self._table(pieces, values, payload)
         status = self._lib.cgx_decode(
-            self._simd, DTYPES[values.dtype], table, count, payload.data_ptr(), values.data_ptr(), int(add)
+            self._means, DTYPES[values.dtype], table, count, payload.data_ptr(), values.data_ptr(), int(add)
         )
         _check(status)
 
@@ -85,20 +108,13 @@ class NativeKernels:
         out: Tensor,
         scale: float,
         rounding: Rounding,
+        residual: Tensor | None = None,
     ) -> None:
         table, count = self._table(pieces, values, out, *payloads)
         pointers = (ctypes.c_void_p * len(payloads))(*(payload.data_ptr() for payload in payloads))
         status = self._lib.cgx_reduce(
-            self._simd,
-            DTYPES[values.dtype],
-            table,
-            count,
-            values.data_ptr(),
-            pointers,
-            len(payloads),
-            scale,
-            out.data_ptr(),
-            _rounding(rounding),
+            *(self._means, DTYPES[values.dtype], table, count, values.data_ptr(), pointers, len(payloads)),
+            *(scale, out.data_ptr(), _rounding(rounding), _residual(residual, values)),
         )
         _check(status)
 
@@ -106,32 +122,80 @@ class NativeKernels:
         self, pieces: Sequence[Piece], values: Tensor, *payloads: Tensor
     ) -> tuple[ctypes.Array[_native.Piece], int]:
         """The C table, once it is certain that no piece reaches outside of a tensor: the library trusts it."""
-        table = piece_table(tuple(pieces))
         if values.dtype not in DTYPES or not values.is_contiguous() or values.device.type != "cpu":
             raise TypeError(f"values: expected a contiguous float CPU tensor, got {values.dtype} on {values.device}")
-        last = max((p.offset + p.numel for p in pieces), default=0)
-        if last > values.numel():
-            raise ValueError(f"values: expected at least {last} of them for these pieces, got {values.numel()}")
-        dtype = DTYPES[values.dtype]
-        needed = max(
-            (p.payload + self._lib.cgx_piece_payload_nbytes(c, dtype) for p, c in zip(pieces, table, strict=True)),
-            default=0,
-        )
+        table = _tables(pieces, DTYPES[values.dtype])
+        if table.numel > values.numel():
+            raise ValueError(f"values: expected at least {table.numel} of them for these pieces, got {values.numel()}")
         for payload in payloads:
             if payload.dtype != torch.uint8 or not payload.is_contiguous():
                 raise TypeError(f"payload: expected a contiguous uint8 tensor, got {payload.dtype}")
-            if payload.numel() < needed:
-                raise ValueError(f"payload: expected at least {needed} bytes, got {payload.numel()}")
-        return table, len(pieces)
+            if payload.numel() < table.nbytes:
+                raise ValueError(f"payload: expected at least {table.nbytes} bytes, got {payload.numel()}")
+        return table.rows, len(pieces)
 
 
-def default_kernels(simd: str | None = None) -> Kernels:
+@dataclass(frozen=True, slots=True)
+class _Table:
+    pieces: Sequence[Piece]
+    rows: ctypes.Array[_native.Piece]
+    numel: int  # of the smallest tensor that holds all pieces
+    nbytes: int  # of the smallest slot
+
+
+class _Tables:
+    """Tables by the very object they were made of: to look at 200 pieces takes longer than to encode them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], _Table] = {}
+
+    def __call__(self, pieces: Sequence[Piece], dtype: int) -> _Table:
+        key = (id(pieces), dtype)
+        found = self._kept.get(key)
+        if found is not None and found.pieces is pieces:
+            return found
+        table = _make_table(pieces, dtype)
+        if isinstance(pieces, tuple):  # a list may change
+            if len(self._kept) >= _KEPT_TABLES:
+                self._kept.clear()
+            self._kept[key] = table
+        return table
+
+
+_KEPT_TABLES = 4096
+_tables = _Tables()
+
+
+def _make_table(pieces: Sequence[Piece], dtype: int) -> _Table:
+    lib = _native.library()
+    assert lib is not None
+    rows = (_native.Piece * len(pieces))(
+        *(_native.Piece(p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits) for p in pieces)
+    )
+    numel = max((p.offset + p.numel for p in pieces), default=0)
+    ends = (p.payload + lib.cgx_piece_payload_nbytes(row, dtype) for p, row in zip(pieces, rows, strict=True))
+    return _Table(pieces, rows, numel, max(ends, default=0))
+
+
+def default_kernels(simd: str | None = None, threads: int = 1) -> Kernels:
     """The best kernels for CPU tensors that this installation has."""
-    return NativeKernels(simd) if available() else ReferenceKernels()
+    return NativeKernels(simd, threads) if available() else ReferenceKernels()
 
 
 def _rounding(rounding: Rounding) -> _native.Rounding:
     return _native.Rounding(rounding.seed, rounding.op, rounding.rank, rounding.stage, int(rounding.stochastic))
+
+
+def _residual(residual: Tensor | None, values: Tensor) -> int | None:
+    """Its address, once it is certain that it has a place for every value."""
+    if residual is None:
+        return None
+    if residual.dtype != torch.float32 or not residual.is_contiguous() or residual.numel() < values.numel():
+        raise ValueError(
+            f"residual: expected at least {values.numel()} contiguous float32 values, "
+            f"got {residual.numel()} of {residual.dtype}"
+        )
+    return residual.data_ptr()
 
 
 def _check(status: int) -> None:

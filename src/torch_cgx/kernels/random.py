@@ -1,7 +1,7 @@
 """The counter-based random numbers of stochastic rounding, in plain torch.
 
 A number depends only on (seed, operation, rank, stage, the value's index in its tensor), so that every kernel
-draws the same ones in any order and on any number of threads. Not a generator for anything else: 24 bits a
+draws the same ones in any order and on any number of threads. Not a generator for anything else: 16 bits a
 value, and no secret. docs/wire_format.md defines it; every other kernel set repeats it to the bit.
 """
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_cgx.kernels import Rounding
+
+__all__ = ["key", "mix64", "random16"]
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -26,31 +28,24 @@ def mix64(z: int) -> int:
     return z ^ z >> 31
 
 
-def key(rounding: Rounding, index_high: int) -> tuple[int, int]:
-    """The two 32-bit keys for the values whose index has these upper 32 bits."""
+def key(rounding: Rounding) -> tuple[int, int]:
+    """The two 32-bit keys of one rank's roundings in one stage of an operation."""
     k = mix64((rounding.seed + _GOLDEN) & _MASK64)
-    for word in (rounding.op, rounding.rank << 32 | rounding.stage, index_high):
+    for word in (rounding.op, rounding.rank << 32 | rounding.stage):
         k = mix64(((k ^ word & _MASK64) + _GOLDEN) & _MASK64)
     return k & _MASK32, k >> 32
 
 
-def uniform(rounding: Rounding, start: int, numel: int) -> Tensor:
-    """float32 numbers in [0, 1), multiples of 2^-24, for the values of index start to start + numel."""
-    parts = []
-    end = start + numel
-    while start < end:
-        # Within one of these stretches the upper half of the index, and with it the key, is constant.
-        stretch_end = min(end, ((start >> 32) + 1) << 32)
-        k0, k1 = key(rounding, start >> 32)
-        low = torch.arange(start & _MASK32, (start & _MASK32) + stretch_end - start, dtype=torch.int64)
-        parts.append(_mix32(low, k0, k1))
-        start = stretch_end
-    u = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-    return (u >> 8).to(torch.float32) * 2.0**-24
+def random16(rounding: Rounding, start: int, numel: int) -> Tensor:
+    """Whole numbers below 65536, as int64, for the values start to start + numel of a tensor."""
+    k0, k1 = key(rounding)
+    index = torch.arange(start, start + numel, dtype=torch.int64)
+    pair = (index >> 1) & _MASK32
+    return (_mix32(pair, k0, k1) >> ((index & 1) << 4)) & 0xFFFF
 
 
 def _mix32(low: Tensor, k0: int, k1: int) -> Tensor:
-    """The 32-bit half. In int64 lanes, for torch has no uint32 arithmetic; a product's low 32 bits agree."""
+    """In int64 lanes, for torch has no uint32 arithmetic; a product's low 32 bits agree."""
     u = (low * 0x9E3779B1 + k0) & _MASK32
     u ^= u >> 16
     u = (u * 0x7FEB352D + k1) & _MASK32

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_cgx.kernels import Piece, Rounding
-from torch_cgx.kernels.random import uniform
+from torch_cgx.kernels.random import random16
 
 HEADER_NBYTES = 8  # unit and lo, float32 each
 SMALLEST_UNIT = 2.0**-126  # the smallest normal float32: its inverse is finite
@@ -36,13 +36,25 @@ class ReferenceKernels:
         if sys.byteorder != "little":
             raise RuntimeError("torch_cgx payloads are little-endian, and so must be the host")
 
-    def encode(self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding) -> None:
+    def encode(
+        self,
+        pieces: Sequence[Piece],
+        values: Tensor,
+        payload: Tensor,
+        rounding: Rounding,
+        residual: Tensor | None = None,
+    ) -> None:
         for piece in pieces:
             _check_dtype(piece, values)
             for run in _runs(piece):
-                _encode_run(run, _widen(run.of(values)), payload, rounding)
+                x = _widen(run.of(values))
+                _encode_run(run, x, payload, rounding)
+                if residual is not None:
+                    _write_residual(run.of(residual), x - _decode_run(run, payload))
             raw = _raw_span(piece, values)
             raw.write(payload, raw.of(values))
+            if residual is not None:
+                raw.of(residual).zero_()
 
     def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
         for piece in pieces:
@@ -64,6 +76,7 @@ class ReferenceKernels:
         out: Tensor,
         scale: float,
         rounding: Rounding,
+        residual: Tensor | None = None,
     ) -> None:
         for piece in pieces:
             _check_dtype(piece, values)
@@ -71,8 +84,12 @@ class ReferenceKernels:
                 total = _widen(run.of(values))
                 for payload in payloads:
                     total = total + _decode_run(run, payload)
-                _encode_run(run, _scaled(total, scale), out, rounding)
-                run.of(values).copy_(_narrow(_decode_run(run, out), values.dtype))
+                total = _scaled(total, scale)
+                _encode_run(run, total, out, rounding)
+                decoded = _decode_run(run, out)
+                run.of(values).copy_(_narrow(decoded, values.dtype))
+                if residual is not None:
+                    _write_residual(run.of(residual), _scaled(total - decoded, 1.0 / scale))
             raw = _raw_span(piece, values)
             total = _widen(raw.of(values))
             for payload in payloads:
@@ -80,6 +97,8 @@ class ReferenceKernels:
             rounded = _narrow(_scaled(total, scale), values.dtype)
             raw.write(out, rounded)
             raw.of(values).copy_(rounded)
+            if residual is not None:
+                raw.of(residual).zero_()
 
 
 class _Run(NamedTuple):
@@ -167,11 +186,16 @@ def _encode_run(run: _Run, x: Tensor, payload: Tensor, rounding: Rounding) -> No
 
     unit = torch.maximum(spread / top, torch.tensor(SMALLEST_UNIT))
     inv = torch.div(torch.ones_like(unit), unit)
-    r = uniform(rounding, run.offset, run.numel) if rounding.stochastic else torch.full_like(x, 0.5)
-    position = (rows - lo[:, None]) * inv[:, None] + _rows(r, run)
+    position = (rows - lo[:, None]) * inv[:, None]
     # Levels of bad and constant blocks are 0; a NaN must not reach the conversion to integers.
-    position = torch.where((good & ~constant)[:, None], position, 0.0)
-    levels = position.to(torch.int64).clamp_(max=int(top)).flatten()[: run.numel]
+    levelled = (good & ~constant)[:, None].expand_as(rows).flatten()[: run.numel]
+    position = torch.where(levelled, position.flatten()[: run.numel], 0.0)
+    if rounding.stochastic:
+        random = random16(rounding, run.offset, run.numel)
+        levels = (torch.round(position * 65536.0).to(torch.int64) + random) >> 16
+    else:
+        levels = (position + 0.5).to(torch.int64)
+    levels = torch.where(levelled, levels, 0).clamp_(max=int(top))
 
     nan = torch.tensor(math.nan)  # 0x7FC00000
     header = torch.stack((torch.where(constant, 0.0, unit), lo), dim=1)
@@ -187,6 +211,11 @@ def _decode_run(run: _Run, payload: Tensor) -> Tensor:
     levels = _unpack(payload[run.levels : run.levels + run.levels_nbytes], run.bits)[: run.numel]
     step = unit[:, None] * _rows(levels.to(torch.float32), run)
     return (lo[:, None] + step).flatten()[: run.numel]
+
+
+def _write_residual(residual: Tensor, lost: Tensor) -> None:
+    """Bad blocks decode to NaN, and so does what they lost: theirs stays."""
+    residual.copy_(torch.where(torch.isnan(lost), residual, lost))
 
 
 def _rows(x: Tensor, run: _Run) -> Tensor:
