@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch_cgx.cli.kernel_report import distinct, least_ratio
 from torch_cgx.cli.report import Cell
 from torch_cgx.cli.table import format_nbytes, format_ratio, format_seconds
 
@@ -72,6 +73,90 @@ def draw_allreduce(report: dict[str, Any], path: Path) -> None:
         fontsize=11,
     )
     figure.savefig(path, dpi=130, format="png")
+
+
+DRAWN_KERNELS = ("quantize", "dequantize", "reduce")
+SHADES = {"float32": "#30638e", "float16": "#7ba7cc", "bfloat16": "#bcd4e6"}
+MARKS = {"fbgemm": ("D", "#d1495b"), "piquant": ("o", "#edae49")}
+
+
+def draw_kernels(report: dict[str, Any], path: Path) -> None:
+    """A row for each size, a column for each operation: speed by width, as a multiple of memcpy's.
+
+    Of several SIMD levels or numbers of threads, the first.
+    """
+    from matplotlib.figure import Figure
+
+    simd, threads = distinct(report["cells"], "simd", "threads")[0]
+    sizes = [nbytes for (nbytes,) in distinct(report["cells"], "nbytes")]
+    figure = Figure(figsize=(13, 0.9 + 3.3 * len(sizes)), layout="constrained")
+    axes = figure.subplots(len(sizes), len(DRAWN_KERNELS), squeeze=False, sharey="row")
+    for row, nbytes in zip(axes, sizes, strict=True):
+        cells = [
+            cell
+            for cell in report["cells"]
+            if cell["nbytes"] == nbytes and cell["simd"] in (simd, None) and cell["threads"] in (threads, 1)
+        ]
+        for place, operation in zip(row, DRAWN_KERNELS, strict=True):
+            _draw_operation(place, cells, operation, threads)
+            goal = least_ratio(report, nbytes, operation, "memcpy", simd)
+            if goal is not None:
+                place.axhline(goal, color="#00798c", linewidth=1.5, linestyle="--", label="goal, float32")
+            wanted = "" if goal is None else f" (goal {goal:.3g})"
+            place.set_title(f"{operation}, {format_nbytes(nbytes)}{wanted}", fontsize=10)
+        row[0].set_ylabel("speed, memcpy of float32 = 1")
+    for place in axes[-1]:
+        place.set_xlabel("bits a value")
+    labels: dict[str, Any] = {}
+    for place in axes.flat:
+        for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
+            labels.setdefault(label, handle)
+    names = sorted(labels, key=lambda name: (not name.startswith("cgx"), "goal" in name))
+    figure.legend([labels[name] for name in names], names, loc="outside lower center", ncols=len(names), fontsize=9)
+    machine, settings = report["machine"], report["settings"]
+    figure.suptitle(
+        f"kernels ({simd}, {threads} thread{'s' * (threads > 1)}, bucket size {settings['bucket_size']}), "
+        f"{machine['cpu']}",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _draw_operation(place: Any, cells: list[Cell], operation: str, threads: int) -> None:
+    """Bars of ours, one a dtype, and a mark for each peer that has the width, in float32."""
+    widths = list(dict.fromkeys(cell["group_bits"] for cell in cells))
+    memcpy_s = {cell["group_bits"]: cell["median_s"] for cell in cells if cell["backend"] == "memcpy"}
+
+    def ratios(backend: str, operation: str, dtype: str, threads: int) -> dict[int, float]:
+        key = (backend, operation, dtype, threads)
+        return {
+            cell["group_bits"]: memcpy_s[cell["group_bits"]] / cell["median_s"]
+            for cell in cells
+            if tuple(cell[name] for name in ("backend", "operation", "dtype", "threads")) == key
+        }
+
+    dtypes = [dtype for (dtype,) in distinct(cells, "dtype")]
+    width = 0.8 / len(dtypes)
+    for index, dtype in enumerate(dtypes):
+        ours = ratios("cgx", operation, dtype, threads)
+        x = [widths.index(bits) + (index - (len(dtypes) - 1) / 2) * width for bits in ours]
+        place.bar(x, list(ours.values()), width, color=SHADES[dtype], label=f"cgx {dtype}")
+        if operation == "quantize":
+            rough = ratios("cgx", "quantize-stochastic", dtype, threads)
+            ends = [at - width / 2 for at in x], [at + width / 2 for at in x]
+            place.hlines(list(rough.values()), *ends, color="black", linewidth=1.5, label="cgx, stochastic")
+    # Peers stand over the float32 bar, which they are to be compared with, a little beside each other.
+    centre = (dtypes.index("float32") if "float32" in dtypes else (len(dtypes) - 1) / 2) - (len(dtypes) - 1) / 2
+    for (name, (marker, colour)), aside in zip(MARKS.items(), (-0.2, 0.2), strict=True):
+        theirs = ratios(name, operation, "float32", 1)
+        if theirs:
+            x = [widths.index(bits) + (centre + aside) * width for bits in theirs]
+            style = {"color": colour, "markeredgecolor": "black", "markersize": 6, "label": f"{name} float32"}
+            place.plot(x, list(theirs.values()), marker, **style)
+    place.axhline(1.0, color="black", linewidth=1)
+    place.set_xticks(range(len(widths)), [str(bits) for bits in widths])
+    place.grid(True, axis="y", alpha=0.3)
+    place.set_axisbelow(True)
 
 
 def settings_text(report: dict[str, Any]) -> str:

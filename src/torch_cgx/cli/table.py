@@ -20,6 +20,12 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
     return "\n".join([format_line(header), rule, *map(format_line, rows)])
 
 
+def format_markdown(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """The same table for a page in Markdown."""
+    rule = ["---" if column < left else "---:" for column in range(len(header))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
+
+
 def format_seconds(seconds: float) -> str:
     """Three digits that matter: `18.1 us`, `3.07 ms`, `1.25 s`."""
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
@@ -36,6 +42,10 @@ def format_nbytes(nbytes: float) -> str:
         units.pop(0)
     digits = _three_digits(value)
     return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits} {units[0]}"
+
+
+def format_bits(bits: int) -> str:
+    return f"{bits} bit{'s' * (bits > 1)}"
 
 
 def format_ratio(ratio: float) -> str:
