@@ -3,7 +3,7 @@
 #   make demo    train one model with gloo and with cgx at 4 bits, and compare
 #   make test    lint, then all tests
 #   make lint    formatting, lint and types
-#   make bench   time the allreduce against gloo
+#   make bench   time the allreduce against gloo, and the kernels against memcpy and other quantizers
 #   make native  the native library into the source tree, for work with PYTHONPATH=src
 #   make clean   remove what make has made
 
@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RESULTS := benchmarks/results
 BENCH := $(BIN)/cgx bench allreduce --against gloo --bucket-size 1024
+BENCH_KERNELS := $(BIN)/cgx bench kernels --bucket-size 1024
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
@@ -41,6 +42,10 @@ bench: $(STAMP)
 		--plot docs/allreduce.png
 	$(BENCH) --nproc 4 --bits 4 --sizes 4M,25M,64M --json $(RESULTS)/allreduce-4-ranks-4-bits.json
 	$(BENCH) --nproc 2 --bits 32 --sizes 4,1K,64K,1M,4M,25M,256M --json $(RESULTS)/allreduce-2-ranks-exact.json
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check pypiquant
+	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png
+	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --simd all --json $(RESULTS)/kernels-all-levels.json
+	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --threads 1,2 --json $(RESULTS)/kernels-threads.json
 
 native: $(STAMP)
 	$(BIN)/cmake --install build/pip --prefix src
