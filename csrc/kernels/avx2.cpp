@@ -21,14 +21,27 @@ struct Avx2 : X86Bits {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16_bytes(p)), 16));
   }
   static void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
-  static void stream(float* p, Floats x) { _mm256_stream_ps(p, x); }
   template <class T>
   static void store(T* p, Floats x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x, p));
   }
+
+  // Two vectors of decoded values: no NaN among them but the canonical one.
+  static void store_decoded(float* p, Floats a, Floats b) {
+    store(p, a);
+    store(p + kLanes, b);
+  }
+  static void stream_decoded(float* p, Floats a, Floats b) {
+    _mm256_stream_ps(p, a);
+    _mm256_stream_ps(p + kLanes, b);
+  }
   template <class T>
-  static void stream(T* p, Floats x) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(x, p));
+  static void store_decoded(T* p, Floats a, Floats b) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_decoded(a, b, p));
+  }
+  template <class T>
+  static void stream_decoded(T* p, Floats a, Floats b) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow_decoded(a, b, p));
   }
 
   static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
@@ -37,14 +50,14 @@ struct Avx2 : X86Bits {
   static Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
   static Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
   static float lowest(Floats x) {
-    alignas(32) float v[kLanes];
-    _mm256_store_ps(v, x);
-    return *std::min_element(v, v + kLanes);
+    __m128 v = _mm_min_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    v = _mm_min_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_min_ss(v, _mm_movehdup_ps(v)));
   }
   static float highest(Floats x) {
-    alignas(32) float v[kLanes];
-    _mm256_store_ps(v, x);
-    return *std::max_element(v, v + kLanes);
+    __m128 v = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)));
   }
 
   static Mask no_mask() { return _mm256_setzero_ps(); }
@@ -81,12 +94,21 @@ struct Avx2 : X86Bits {
 
   static __m128i narrow(Floats x, const Half*) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
   static __m128i narrow(Floats x, const BFloat*) {
+    const Ints nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const Ints rounded = _mm256_blendv_epi8(to_bfloat(x), _mm256_set1_epi32(0x7FC0), nan);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08));
+  }
+  static Ints narrow_decoded(Floats a, Floats b, const Half* p) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(narrow(a, p)), narrow(b, p), 1);
+  }
+  static Ints narrow_decoded(Floats a, Floats b, const BFloat*) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(to_bfloat(a), to_bfloat(b)), 0xD8);
+  }
+  // To nearest even, in the low half of each lane. Canonical NaN stays what it is.
+  static Ints to_bfloat(Floats x) {
     const Ints bits = _mm256_castps_si256(x);
     const Ints odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    Ints rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
-    const Ints nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), nan);
-    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08));
+    return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
   }
 
   static Ints hashes(const RandomKey& key, uint32_t pair) {

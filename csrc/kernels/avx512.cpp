@@ -22,14 +22,27 @@ struct Avx512 : X86Bits {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
   }
   static void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-  static void stream(float* p, Floats x) { _mm512_stream_ps(p, x); }
   template <class T>
   static void store(T* p, Floats x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x, p));
   }
+
+  // Two vectors of decoded values: no NaN among them but the canonical one.
+  static void store_decoded(float* p, Floats a, Floats b) {
+    store(p, a);
+    store(p + kLanes, b);
+  }
+  static void stream_decoded(float* p, Floats a, Floats b) {
+    _mm512_stream_ps(p, a);
+    _mm512_stream_ps(p + kLanes, b);
+  }
   template <class T>
-  static void stream(T* p, Floats x) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x, p));
+  static void store_decoded(T* p, Floats a, Floats b) {
+    _mm512_storeu_si512(p, narrow_decoded(a, b, p));
+  }
+  template <class T>
+  static void stream_decoded(T* p, Floats a, Floats b) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrow_decoded(a, b, p));
   }
 
   static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
@@ -37,16 +50,8 @@ struct Avx512 : X86Bits {
   static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
   static Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-  static float lowest(Floats x) {
-    alignas(64) float v[kLanes];
-    _mm512_store_ps(v, x);
-    return *std::min_element(v, v + kLanes);
-  }
-  static float highest(Floats x) {
-    alignas(64) float v[kLanes];
-    _mm512_store_ps(v, x);
-    return *std::max_element(v, v + kLanes);
-  }
+  static float lowest(Floats x) { return _mm512_reduce_min_ps(x); }
+  static float highest(Floats x) { return _mm512_reduce_max_ps(x); }
 
   static Mask no_mask() { return 0; }
   static Mask note_nan(Mask noted, Floats a, Floats b) {
@@ -88,12 +93,19 @@ struct Avx512 : X86Bits {
 
   static __m256i narrow(Floats x, const Half*) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
   static __m256i narrow(Floats x, const BFloat*) {
+    const Mask nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(to_bfloat(x), nan, _mm512_set1_epi32(0x7FC0)));
+  }
+  static Ints narrow_decoded(Floats a, Floats b, const Half* p) { return joined(narrow(a, p), narrow(b, p)); }
+  static Ints narrow_decoded(Floats a, Floats b, const BFloat*) {
+    return joined(_mm512_cvtepi32_epi16(to_bfloat(a)), _mm512_cvtepi32_epi16(to_bfloat(b)));
+  }
+  static Ints joined(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+  // To nearest even, in the low half of each lane. Canonical NaN stays what it is.
+  static Ints to_bfloat(Floats x) {
     const Ints bits = _mm512_castps_si512(x);
     const Ints odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const Ints rounded =
-        _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-    const Mask nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC0)));
+    return _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
   }
 };
 

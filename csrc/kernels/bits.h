@@ -15,6 +15,10 @@ constexpr int64_t kSegment = 2048;  // values worked on at a time: they, their l
 
 template <class Level, int Bits>
 void pack_groups(const uint8_t* levels, int64_t n_groups, uint8_t* out, const uint8_t* end) {
+  if (Bits == 8) {
+    std::memcpy(out, levels, static_cast<size_t>(n_groups * kGroup));
+    return;
+  }
   for (; n_groups > 0 && end - out >= kGroup; --n_groups, levels += kGroup, out += 4 * Bits)
     Level::template pack<Bits>(levels, out);
   for (; n_groups > 0; --n_groups, levels += kGroup, out += 4 * Bits) {

@@ -101,10 +101,10 @@ struct Nowhere {
 };
 
 template <class Level>
-inline void put(Nowhere, typename Level::Floats) {}
+inline void put(Nowhere, typename Level::Floats, typename Level::Floats) {}
 template <class Level, class T>
-inline void put(T* out, typename Level::Floats v) {
-  Level::store(out, v);
+inline void put(T* out, typename Level::Floats a, typename Level::Floats b) {
+  Level::store_decoded(out, a, b);
 }
 
 template <class T>
@@ -125,40 +125,73 @@ struct Quantizing {
 };
 
 template <class Level, class Rounding, class T, class Back, class Loss>
-inline void quantize_group(const T* x, const Quantizing<Level, Back, Loss>& how, const Rounding& round,
-                           const uint16_t* random, uint8_t* levels, Back back, Loss loss) {
+inline void quantize_group(const T* x, Quantizing<Level, Back, Loss> how, Rounding round, const uint16_t* random,
+                           uint8_t* levels, Back back, Loss loss) {
   constexpr int lanes = Level::kLanes;
+  constexpr bool decodes = !(std::is_same_v<Back, Nowhere> && std::is_same_v<Loss, Nowhere>);
   typename Level::Ints q[kVectors<Level>];
-  for (int v = 0; v < kVectors<Level>; ++v) {
-    const auto value = Level::load(x + v * lanes);
-    q[v] = round(Level::mul(Level::sub(value, how.lo), how.inverse), random + v * lanes);
-    constexpr bool kDecodes = !(std::is_same_v<Back, Nowhere> && std::is_same_v<Loss, Nowhere>);
-    if constexpr (kDecodes) {
-      const auto decoded = Level::add(how.lo, Level::mul(how.unit, Level::to_floats(q[v])));
-      put<Level>(loss + v * lanes, Level::mul(Level::sub(value, decoded), how.loss_factor));
-      put<Level>(back + v * lanes, decoded);
+  for (int v = 0; v < kVectors<Level>; v += 2) {
+    const auto value_a = Level::load(x + v * lanes), value_b = Level::load(x + (v + 1) * lanes);
+    q[v] = round(Level::mul(Level::sub(value_a, how.lo), how.inverse), random + v * lanes);
+    q[v + 1] = round(Level::mul(Level::sub(value_b, how.lo), how.inverse), random + (v + 1) * lanes);
+    if constexpr (decodes) {
+      const auto a = Level::add(how.lo, Level::mul(how.unit, Level::to_floats(q[v])));
+      const auto b = Level::add(how.lo, Level::mul(how.unit, Level::to_floats(q[v + 1])));
+      put<Level>(loss + v * lanes, Level::mul(Level::sub(value_a, a), how.loss_factor),
+                 Level::mul(Level::sub(value_b, b), how.loss_factor));
+      put<Level>(back + v * lanes, a, b);
     }
   }
   Level::store_levels(levels, q);
 }
 
-// Quantizes n values, at most a segment, of one block. next: what will be wanted from memory after these.
-template <class Level, class Rounding, class T, class Back, class Loss>
-inline void quantize(const T* x, int64_t n, const Quantizing<Level, Back, Loss>& how, const Rounding& round,
-                     const uint16_t* random, uint8_t* levels, const char* next, int64_t next_stride) {
+// What the loop below does besides, with whatever lies behind its values: quantizing does not wait for memory, so it
+// asks for the next block meanwhile,
+struct Prefetch {
+  const char* next;
+  int64_t item_nbytes;
+  void operator()(int64_t i) const {
+    for (int64_t line = 0; line < kGroup * item_nbytes; line += 64) __builtin_prefetch(next + i * item_nbytes + line);
+  }
+  void advance(int64_t n) { next += n * item_nbytes; }
+};
+
+// or finds its range: other instructions than quantizing needs, so both together take little longer than one.
+template <class Level, class T>
+struct RangeAhead {
+  const T* next;
+  RangeLanes<Level> even, odd;
+  void operator()(int64_t i) { take_group<Level>(next + i, even, odd); }
+  void advance(int64_t n) { next += n; }
+  Range close() {
+    even.take(odd);
+    return even.close();
+  }
+};
+
+// Quantizes n values, at most a segment, of one block. The last group may overlap the one before: it only repeats it.
+template <class Level, class Rounding, class T, class Back, class Loss, class Ahead>
+inline void quantize(const T* x, int64_t n, Quantizing<Level, Back, Loss> how, Rounding round, const uint16_t* random,
+                     uint8_t* levels, Ahead& outer_ahead) {
+  Ahead ahead = outer_ahead;  // a copy of its own, so that it stays in registers
+  const auto group = [&](int64_t i) {
+    quantize_group<Level>(x + i, how, round, random + i, levels + i, how.back + i, how.loss + i);
+  };
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    // Finding the range of a block waits for memory, and this loop does not: it asks for what comes next meanwhile.
-    for (int64_t line = 0; line < kGroup * next_stride; line += 64) __builtin_prefetch(next + i * next_stride + line);
-    quantize_group<Level>(x + i, how, round, random + i, levels + i, how.back + i, how.loss + i);
+    ahead(i);
+    group(i);
   }
+  ahead.advance(n);
+  outer_ahead = ahead;
   if (i == n) return;
-  const Padded<T> last(x + i, n - i);
+  if (n >= kGroup) return group(n - kGroup);
+  const Padded<T> last(x, n);
   GroupOf<Back> back;
   GroupOf<Loss> loss;
-  quantize_group<Level>(last.v, how, round, random + i, levels + i, Back{back.v}, Loss{loss.v});
-  back.copy_to(how.back + i, n - i);
-  loss.copy_to(how.loss + i, n - i);
+  quantize_group<Level>(last.v, how, round, random, levels, Back{back.v}, Loss{loss.v});
+  back.copy_to(how.back, n);
+  loss.copy_to(how.loss, n);
 }
 
 // ---- levels to values ----
@@ -175,15 +208,17 @@ struct Dequantizing {
 template <class Level, Writing writing, class T>
 inline void dequantize_group(const uint8_t* levels, const Dequantizing<Level>& decoded, T* x) {
   constexpr int lanes = Level::kLanes;
-  for (int v = 0; v < kVectors<Level>; ++v) {
-    const auto value = decoded(levels + v * lanes);
+  for (int v = 0; v < kVectors<Level>; v += 2) {
+    auto a = decoded(levels + v * lanes), b = decoded(levels + (v + 1) * lanes);
     T* out = x + v * lanes;
-    if constexpr (writing == Writing::kAdd)
-      Level::store(out, Level::add(Level::load(out), value));
-    else if constexpr (writing == Writing::kStream)
-      Level::stream(out, value);
-    else
-      Level::store(out, value);
+    if constexpr (writing == Writing::kAdd) {
+      Level::store(out, Level::add(Level::load(out), a));
+      Level::store(out + lanes, Level::add(Level::load(out + lanes), b));
+    } else if constexpr (writing == Writing::kStream) {
+      Level::stream_decoded(out, a, b);
+    } else {
+      Level::store_decoded(out, a, b);
+    }
   }
 }
 
@@ -193,6 +228,8 @@ inline void dequantize(const uint8_t* levels, int64_t n, const Header& header, T
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) dequantize_group<Level, writing>(levels + i, decoded, x + i);
   if (i == n) return;
+  if (writing != Writing::kAdd && n >= kGroup)
+    return dequantize_group<Level, Writing::kStore>(levels + n - kGroup, decoded, x + n - kGroup);
   constexpr Writing buffered = writing == Writing::kAdd ? Writing::kAdd : Writing::kStore;
   Padded<T> last(x + i, n - i);
   dequantize_group<Level, buffered>(levels + i, decoded, last.v);

@@ -71,13 +71,16 @@ class BlockEncoder {
         packer_(piece.bits, payload + parts.levels + span.first / 8 * piece.bits,
                 payload + parts.levels + (std::min(span.end, parts.quantized) * piece.bits + 7) / 8) {}
 
-  // first: the block's first value in its piece. next: where memory will be read after this block.
-  template <class T, class Next, class Back, class Loss>
-  void encode(const T* x, int64_t first, int64_t n, int64_t block, const Range& range, const Next* next, Back back,
+  // first: the block's first value in its piece.
+  template <class T, class Ahead, class Back, class Loss>
+  void encode(const T* x, int64_t first, int64_t n, int64_t block, const Range& range, Ahead& ahead, Back back,
               Loss loss) {
     const BlockScale scale = scale_of(range, top_);
     std::memcpy(header_at(payload_, block), &scale.header, sizeof scale.header);
-    if (scale.flat) return flat(x, n, scale.header, back, loss);
+    if (scale.flat) {
+      for (int64_t i = 0; i + kGroup <= n; i += kGroup) ahead(i);
+      return flat(x, n, scale.header, back, loss);
+    }
     for_each_segment(n, [&](int64_t i, int64_t count) {
       const Quantizing<Level, Back, Loss> how = {Level::splat(scale.header.lo),
                                                  Level::splat(scale.inverse),
@@ -85,13 +88,12 @@ class BlockEncoder {
                                                  Level::splat(loss_factor_),
                                                  back + i,
                                                  loss + i};
-      const char* ahead = reinterpret_cast<const char*>(next + i);
       if constexpr (stochastic)
         quantize<Level>(x + i, count, how, Stochastic<Level>{Level::splat_int(top_)},
-                        random_.numbers(offset_ + first + i, count), packer_.next(), ahead, sizeof(Next));
+                        random_.numbers(offset_ + first + i, count), packer_.next(), ahead);
       else
         quantize<Level>(x + i, count, how, Nearest<Level>{}, static_cast<const uint16_t*>(nullptr), packer_.next(),
-                        ahead, sizeof(Next));
+                        ahead);
       packer_.took(count);
     });
   }
@@ -125,9 +127,21 @@ template <class Level, bool stochastic, class T, class Loss>
 void encode_blocks(const cgx_piece& piece, const PieceParts& parts, Span span, const T* values, uint8_t* payload,
                    const cgx_rounding& rounding, Loss loss) {
   BlockEncoder<Level, stochastic> encoder(piece, parts, span, payload, rounding, 1.0f);
+  const int64_t end = std::min(span.end, parts.quantized);
+  Range range = range_of<Level>(values + span.first, std::min(piece.block, end - span.first));
   for_each_block(piece, parts, span, [&](int64_t first, int64_t n, int64_t block) {
     const T* x = values + first;
-    encoder.encode(x, first, n, block, range_of<Level>(x, n), x + n + n / 2, Nowhere{}, loss + first);
+    const T* next = x + n;
+    const int64_t n_next = std::min(piece.block, end - first - n);
+    if (n_next == n && n % kGroup == 0) {
+      RangeAhead<Level, T> ahead{next, {}, {}};
+      encoder.encode(x, first, n, block, range, ahead, Nowhere{}, loss + first);
+      range = ahead.close();
+    } else {
+      Prefetch ahead{reinterpret_cast<const char*>(next), sizeof(T)};
+      encoder.encode(x, first, n, block, range, ahead, Nowhere{}, loss + first);
+      if (n_next > 0) range = range_of<Level>(next, n_next);
+    }
   });
   encoder.finish();
 }
@@ -167,7 +181,8 @@ void reduce_blocks(const cgx_piece& piece, const PieceParts& parts, Span span, T
       });
       if (k + 1 == task.n_payloads) range = lanes.close();
     }
-    encoder.encode(sum, first, n, block, range, x + n + n / 2, x, loss + first);
+    Prefetch ahead{reinterpret_cast<const char*>(x + n + n / 2), sizeof(T)};
+    encoder.encode(sum, first, n, block, range, ahead, x, loss + first);
   });
   encoder.finish();
 }
@@ -227,8 +242,7 @@ void decode(const DecodeTask& task, const cgx_piece& piece, Span span) {
   const uint8_t* payload = task.slot + piece.payload;
   if constexpr (item <= 4) {
     if (span.first < parts.quantized) {
-      constexpr int64_t vector = Level::kLanes * item;
-      const bool aligned = (reinterpret_cast<uintptr_t>(x) | (piece.block * item)) % vector == 0;
+      const bool aligned = (reinterpret_cast<uintptr_t>(x) | static_cast<uint64_t>(piece.block * item)) % 64 == 0;
       if (task.writing == Writing::kAdd)
         decode_blocks<Level, Writing::kAdd>(piece, parts, span, payload, x);
       else if (task.writing == Writing::kStream && aligned)

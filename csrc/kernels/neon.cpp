@@ -53,9 +53,15 @@ struct Neon {
     const uint16x4_t narrow = vmovn_u32(vbslq_u32(number, rounded, vdupq_n_u32(0x7FC0)));
     vst1_u8(reinterpret_cast<uint8_t*>(p), vreinterpret_u8_u16(narrow));
   }
+  // Two vectors of decoded values: no NaN among them but the canonical one.
   template <class T>
-  static void stream(T* p, Floats x) {
-    store(p, x);
+  static void store_decoded(T* p, Floats a, Floats b) {
+    store(p, a);
+    store(p + kLanes, b);
+  }
+  template <class T>
+  static void stream_decoded(T* p, Floats a, Floats b) {
+    store_decoded(p, a, b);
   }
 
   static Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }

@@ -50,9 +50,15 @@ struct Scalar {
       std::memcpy(bytes + i * sizeof narrow, &narrow, sizeof narrow);
     }
   }
+  // Two vectors of decoded values: no NaN among them but the canonical one.
   template <class T>
-  static void stream(T* p, Floats x) {
-    store(p, x);
+  static void store_decoded(T* p, Floats a, Floats b) {
+    store(p, a);
+    store(p + kLanes, b);
+  }
+  template <class T>
+  static void stream_decoded(T* p, Floats a, Floats b) {
+    store_decoded(p, a, b);
   }
   static Floats add(Floats a, Floats b) {
     return each([&](int i) { return a.v[i] + b.v[i]; });
