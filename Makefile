@@ -1,11 +1,12 @@
 # Every target stands alone: on a fresh machine it first makes .venv with everything that it needs.
 #
-#   make demo    train one model with gloo and with cgx at 4 bits, and compare
-#   make test    lint, then all tests
-#   make lint    formatting, lint and types
-#   make bench   time the allreduce against gloo, and the kernels against memcpy and other quantizers
-#   make native  the native library into the source tree, for work with PYTHONPATH=src
-#   make clean   remove what make has made
+#   make demo      train one model with gloo and with cgx at 4 bits, and compare
+#   make test      lint, then all tests
+#   make lint      formatting, lint and types
+#   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers
+#   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
+#   make native    the native library into the source tree, for work with PYTHONPATH=src
+#   make clean     remove what make has made
 
 PYTHON ?= python3
 # One release of torch that all of us test with; `pip install` itself takes any from 2.6 on.
@@ -23,7 +24,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test lint bench native install clean
+.PHONY: demo test lint bench sanitize native install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -46,6 +47,10 @@ bench: $(STAMP)
 	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --simd all --json $(RESULTS)/kernels-all-levels.json
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --threads 1,2 --json $(RESULTS)/kernels-threads.json
+
+# Needs neither Python nor torch. PARTS="address valgrind" runs those alone; .ci/sanitize names them all.
+sanitize:
+	@sh .ci/sanitize $(PARTS)
 
 native: $(STAMP)
 	$(BIN)/cmake --install build/pip --prefix src

@@ -1,0 +1,189 @@
+// A case of the kernel tests, and what the kernels make of it: run() carries out encode, decode, add and reduce on a
+// table of pieces and returns all bytes they produced, having seen to it that they touched no others.
+#pragma once
+
+#include <string>
+
+#include "guarded.h"
+
+namespace {
+
+const char* const kLevelNames[] = {"scalar", "avx2", "avx512", "neon"};
+constexpr cgx_means kOracle = {CGX_SCALAR, 1};
+
+struct Case {
+  int dtype = CGX_FLOAT32;
+  std::vector<cgx_piece> pieces;
+  cgx_rounding rounding = {};
+  Data data = kOrdinary;
+  int64_t n_payloads = 2;
+  double scale = 1;
+  bool residual = true;
+  // Filled in by prepare().
+  int64_t numel = 0, slot_nbytes = 0;
+  Bytes values;
+  std::vector<Bytes> payloads;
+};
+
+int64_t quantized_of(const cgx_piece& p) { return p.bits == 32 ? 0 : p.numel - p.raw_tail; }
+int64_t blocks_of(const cgx_piece& p) { return (quantized_of(p) + p.block - 1) / p.block; }
+int64_t tail_of(const cgx_piece& p) {
+  return quantized_of(p) ? 8 * blocks_of(p) + (quantized_of(p) * p.bits + 7) / 8 : 0;
+}
+int64_t nbytes_of(const cgx_piece& p, int dtype) {
+  return (tail_of(p) + (p.numel - quantized_of(p)) * kFormats[dtype].nbytes + 7) / 8 * 8;
+}
+
+std::string describe(const Case& c) {
+  char text[256];
+  const cgx_piece& p = c.pieces.front();
+  snprintf(text, sizeof text,
+           "%s, bits %d, block %d, length %d, raw tail %d, offset %d, payload at %d (%zu pieces), %s, data %d, "
+           "%d payloads, scale %.3f%s",
+           kFormats[c.dtype].name, int(p.bits), int(p.block), int(p.numel), int(p.raw_tail), int(p.offset),
+           int(p.payload), c.pieces.size(), c.rounding.stochastic ? "stochastic" : "nearest", c.data, int(c.n_payloads),
+           c.scale, c.residual ? ", residual" : "");
+  return text;
+}
+
+void must(int status) {
+  if (status != CGX_OK) fail("status %d instead of CGX_OK", status);
+}
+
+// Lays out pieces of these lengths with a few values and bytes between them that belong to nobody.
+void lay_out(Case& c, int64_t gap) {
+  for (cgx_piece& p : c.pieces) {
+    p.offset = c.numel + gap;
+    p.payload = c.slot_nbytes + gap;
+    if (cgx_piece_payload_nbytes(&p, c.dtype) != nbytes_of(p, c.dtype))
+      fail("%s: payload of %d bytes, not %d", describe(c).c_str(), int(cgx_piece_payload_nbytes(&p, c.dtype)),
+           int(nbytes_of(p, c.dtype)));
+    c.numel = p.offset + p.numel;
+    c.slot_nbytes = p.payload + nbytes_of(p, c.dtype);
+  }
+}
+
+// Data for a laid-out case: values, and payloads to be decoded and reduced, from the oracle.
+void prepare(Case& c, uint64_t seed) {
+  c.values = make_values(c.dtype, c.numel, c.data, seed);
+  now_checking("preparing: %s", describe(c).c_str());
+  for (int64_t k = 0; k < c.n_payloads; ++k) {
+    const Bytes other = make_values(c.dtype, c.numel, c.data, seed + 77 * uint64_t(k) + 1);
+    Bytes payload(size_t(c.slot_nbytes));
+    payload.reserve(1);  // an address even where there are no bytes
+    must(cgx_encode(&kOracle, c.dtype, c.pieces.data(), int64_t(c.pieces.size()), other.data(), payload.data(),
+                    &c.rounding, nullptr));
+    c.payloads.push_back(payload);
+  }
+}
+
+struct Product {
+  const char* name;
+  Bytes bytes;
+};
+
+// What of a buffer belongs to pieces, after a check that nothing else in it has changed.
+template <class Begin, class Length>
+Bytes owned(const Case& c, const Buffer& buffer, const Bytes& before, Begin begin, Length length) {
+  const Bytes after = buffer.content();
+  Bytes out;
+  size_t at = 0;
+  const auto unchanged_until = [&](size_t end) {
+    for (; at < end; ++at)
+      if (after[at] != before[at]) fail("byte %zu, which belongs to no piece, was written", at);
+  };
+  for (const cgx_piece& p : c.pieces) {
+    unchanged_until(size_t(begin(p)));
+    out.insert(out.end(), after.begin() + begin(p), after.begin() + begin(p) + length(p));
+    at += size_t(length(p));
+  }
+  unchanged_until(after.size());
+  return out;
+}
+
+Bytes owned_values(const Case& c, Buffer& buffer, const Bytes& before, bool unify_all) {
+  const int64_t item = kFormats[c.dtype].nbytes;
+  for (const cgx_piece& p : c.pieces) {
+    const int64_t first = unify_all ? 0 : quantized_of(p);
+    unify_nans(c.dtype, buffer.data() + (p.offset + first) * item, p.numel - first);
+  }
+  return owned(
+      c, buffer, before, [=](const cgx_piece& p) { return p.offset * item; },
+      [=](const cgx_piece& p) { return p.numel * item; });
+}
+
+Bytes owned_payload(const Case& c, Buffer& buffer, const Bytes& before, bool unify_raw) {
+  for (const cgx_piece& p : c.pieces)
+    if (unify_raw) unify_nans(c.dtype, buffer.data() + p.payload + tail_of(p), p.numel - quantized_of(p));
+  return owned(
+      c, buffer, before, [](const cgx_piece& p) { return p.payload; },
+      [&](const cgx_piece& p) { return nbytes_of(p, c.dtype); });
+}
+
+Bytes owned_residual(const Case& c, Buffer& buffer, const Bytes& before) {
+  return owned(
+      c, buffer, before, [](const cgx_piece& p) { return p.offset * 4; },
+      [](const cgx_piece& p) { return p.numel * 4; });
+}
+
+// Carries out everything on a case. `fill` is what output buffers hold before: bytes forgotten by a kernel differ.
+std::vector<Product> run(const Case& c, cgx_means means, Place place, uint8_t fill, bool garbage = false) {
+  const auto start = [&](const char* operation) {
+    now_checking("%s, %s with %d threads, placed %d: %s", kLevelNames[means.simd], operation, means.threads, place,
+                 describe(c).c_str());
+  };
+  const cgx_piece* table = c.pieces.data();
+  const int64_t count = int64_t(c.pieces.size());
+  const Bytes empty_slot(size_t(c.slot_nbytes), fill), empty_values(c.values.size(), fill);
+  const Bytes old_residual(size_t(c.numel) * 4, 0x41);
+  std::vector<Product> products;
+
+  Buffer residual(place, old_residual);
+  float* const lost = c.residual ? reinterpret_cast<float*>(residual.data()) : nullptr;
+  {
+    start("encode");
+    Buffer values(place, c.values), slot(place, empty_slot);
+    must(cgx_encode(&means, c.dtype, table, count, values.data(), slot.data(), &c.rounding, lost));
+    if (values.content() != c.values) fail("encode changed its input");
+    products.push_back({"encode", owned_payload(c, slot, empty_slot, false)});
+    products.push_back({"residual of encode", owned_residual(c, residual, old_residual)});
+  }
+  for (int add = 0; add < 2; ++add) {
+    start(add ? "add" : "decode");
+    const Bytes& before = add ? c.values : empty_values;
+    Buffer payload(place, c.payloads[0]), values(place, before);
+    must(cgx_decode(&means, c.dtype, table, count, payload.data(), values.data(), add));
+    if (payload.content() != c.payloads[0]) fail("decode changed its input");
+    products.push_back({add ? "add" : "decode", owned_values(c, values, before, add || garbage)});
+  }
+  start("reduce");
+  Buffer values(place, c.values), out(place, empty_slot);
+  std::vector<Buffer*> inputs;
+  std::vector<const uint8_t*> pointers;
+  for (const Bytes& payload : c.payloads) {
+    inputs.push_back(new Buffer(place, payload));
+    pointers.push_back(inputs.back()->data());
+  }
+  residual.fill(old_residual);
+  must(cgx_reduce(&means, c.dtype, table, count, values.data(), pointers.data(), c.n_payloads, c.scale, out.data(),
+                  &c.rounding, lost));
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    if (inputs[k]->content() != c.payloads[k]) fail("reduce changed input %zu", k);
+    delete inputs[k];
+  }
+  products.push_back({"values of reduce", owned_values(c, values, c.values, false)});
+  products.push_back({"payload of reduce", owned_payload(c, out, empty_slot, true)});
+  products.push_back({"residual of reduce", owned_residual(c, residual, old_residual)});
+  return products;
+}
+
+void compare(const std::vector<Product>& expected, const std::vector<Product>& got) {
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const Bytes &a = expected[i].bytes, &b = got[i].bytes;
+    for (size_t at = 0; at < a.size(); ++at)
+      if (a[at] != b[at])
+        fail("%s: byte %zu of %zu is 0x%02x, not 0x%02x", expected[i].name, at, a.size(), b[at], a[at]);
+  }
+}
+
+}  // namespace
