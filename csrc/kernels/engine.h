@@ -7,8 +7,6 @@
 // bits.h packs, blocks.h calculates, raw.h does what travels unquantized; this file knows where things are.
 #pragma once
 
-#include <vector>
-
 #include "blocks.h"
 #include "raw.h"
 
@@ -269,10 +267,7 @@ void reduce(const ReduceTask& task, const cgx_piece& piece, Span span) {
   float* residual = task.residual ? task.residual + piece.offset : nullptr;
   if constexpr (item <= 4) {
     if (span.first < parts.quantized) {
-      thread_local std::vector<float> scratch;  // one block; kept, because a call is often shorter than an allocation
-      const size_t needed = static_cast<size_t>(std::min(piece.block, parts.quantized));
-      if (scratch.size() < needed) scratch.resize(needed);
-      float* sum = scratch.data();
+      float* sum = cgx_scratch(std::min(piece.block, parts.quantized));
       if (task.rounding->stochastic)
         residual ? reduce_blocks<Level, true>(piece, parts, span, x, task, sum, residual)
                  : reduce_blocks<Level, true>(piece, parts, span, x, task, sum, Nowhere{});

@@ -138,6 +138,12 @@ constexpr int64_t kStreamNbytes = 16 << 20;
 
 }  // namespace
 
+float* cgx_scratch(int64_t numel) {
+  thread_local std::vector<float> scratch;  // kept, because a call is often shorter than an allocation
+  if (scratch.size() < static_cast<size_t>(numel)) scratch.resize(static_cast<size_t>(numel));
+  return scratch.data();
+}
+
 int cgx_abi_version(void) { return CGX_ABI_VERSION; }
 
 int cgx_simd_available(int simd) {

@@ -35,6 +35,10 @@ struct ReduceTask {
   float* residual;  // or null
 };
 
+// Room for so many values, this thread's own until it asks again. Not in the engine, because code of the standard
+// library that was compiled with a level's instructions could end up serving the whole program.
+float* cgx_scratch(int64_t numel);
+
 // Indexed by cgx_dtype.
 struct cgx_kernels {
   void (*encode[4])(const EncodeTask& task, const cgx_piece& piece, Span span);
