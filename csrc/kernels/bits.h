@@ -65,10 +65,18 @@ class Packer {
   Packer(int64_t bits, uint8_t* out, const uint8_t* end)
       : packing_(Packing<Level>::of(bits)), group_nbytes_(4 * bits), out_(out), end_(end) {}
 
-  // Where the next levels go: room for a segment, and a group more that may be written and is ignored.
-  uint8_t* next() { return levels_ + waiting_; }
+  // Where the next n levels go. With fewer than a whole number of groups, up to a group more may be written there.
+  // Levels of 8 bits are bytes of the stream already.
+  uint8_t* next(int64_t n) {
+    direct_ = group_nbytes_ == kGroup && waiting_ == 0 && n % kGroup == 0;
+    return direct_ ? out_ : levels_ + waiting_;
+  }
 
   void took(int64_t n) {
+    if (direct_) {
+      out_ += n;
+      return;
+    }
     waiting_ += n;
     const int64_t groups = waiting_ / kGroup;
     packing_.pack(levels_, groups, out_, end_);
@@ -91,6 +99,7 @@ class Packer {
   const int64_t group_nbytes_;
   uint8_t* out_;
   const uint8_t* end_;
+  bool direct_ = false;
   int64_t waiting_ = 0;  // levels in levels_; between segments fewer than a group
   alignas(64) uint8_t levels_[kSegment + 3 * kGroup];
 };

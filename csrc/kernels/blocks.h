@@ -145,45 +145,31 @@ inline void quantize_group(const T* x, Quantizing<Level, Back, Loss> how, Roundi
   Level::store_levels(levels, q);
 }
 
-// What the loop below does besides, with whatever lies behind its values: quantizing does not wait for memory, so it
-// asks for the next block meanwhile,
+// Finding the range of a block waits for memory, and quantizing does not: it asks for what comes next meanwhile.
+template <class T>
 struct Prefetch {
-  const char* next;
-  int64_t item_nbytes;
-  void operator()(int64_t i) const {
-    for (int64_t line = 0; line < kGroup * item_nbytes; line += 64) __builtin_prefetch(next + i * item_nbytes + line);
-  }
-  void advance(int64_t n) { next += n * item_nbytes; }
-};
-
-// or finds its range: other instructions than quantizing needs, so both together take little longer than one.
-template <class Level, class T>
-struct RangeAhead {
   const T* next;
-  RangeLanes<Level> even, odd;
-  void operator()(int64_t i) { take_group<Level>(next + i, even, odd); }
-  void advance(int64_t n) { next += n; }
-  Range close() {
-    even.take(odd);
-    return even.close();
+  Prefetch operator+(int64_t i) const { return {next + i}; }
+  void group(int64_t i) const {
+    const char* line = reinterpret_cast<const char*>(next + i);
+    for (size_t nbytes = 0; nbytes < kGroup * sizeof(T); nbytes += 64) __builtin_prefetch(line + nbytes);
   }
 };
+template <class T>
+Prefetch(const T*) -> Prefetch<T>;
 
 // Quantizes n values, at most a segment, of one block. The last group may overlap the one before: it only repeats it.
-template <class Level, class Rounding, class T, class Back, class Loss, class Ahead>
+template <class Level, class Rounding, class T, class Back, class Loss, class Next>
 inline void quantize(const T* x, int64_t n, Quantizing<Level, Back, Loss> how, Rounding round, const uint16_t* random,
-                     uint8_t* levels, Ahead& outer_ahead) {
-  Ahead ahead = outer_ahead;  // a copy of its own, so that it stays in registers
+                     uint8_t* levels, Prefetch<Next> next) {
   const auto group = [&](int64_t i) {
     quantize_group<Level>(x + i, how, round, random + i, levels + i, how.back + i, how.loss + i);
   };
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    ahead(i);
+    next.group(i);
     group(i);
   }
-  ahead.advance(n);
-  outer_ahead = ahead;
   if (i == n) return;
   if (n >= kGroup) return group(n - kGroup);
   const Padded<T> last(x, n);

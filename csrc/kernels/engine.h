@@ -70,15 +70,12 @@ class BlockEncoder {
                 payload + parts.levels + (std::min(span.end, parts.quantized) * piece.bits + 7) / 8) {}
 
   // first: the block's first value in its piece.
-  template <class T, class Ahead, class Back, class Loss>
-  void encode(const T* x, int64_t first, int64_t n, int64_t block, const Range& range, Ahead& ahead, Back back,
+  template <class T, class Next, class Back, class Loss>
+  void encode(const T* x, int64_t first, int64_t n, int64_t block, const Range& range, Prefetch<Next> next, Back back,
               Loss loss) {
     const BlockScale scale = scale_of(range, top_);
     std::memcpy(header_at(payload_, block), &scale.header, sizeof scale.header);
-    if (scale.flat) {
-      for (int64_t i = 0; i + kGroup <= n; i += kGroup) ahead(i);
-      return flat(x, n, scale.header, back, loss);
-    }
+    if (scale.flat) return flat(x, n, scale.header, back, loss);
     for_each_segment(n, [&](int64_t i, int64_t count) {
       const Quantizing<Level, Back, Loss> how = {Level::splat(scale.header.lo),
                                                  Level::splat(scale.inverse),
@@ -88,10 +85,10 @@ class BlockEncoder {
                                                  loss + i};
       if constexpr (stochastic)
         quantize<Level>(x + i, count, how, Stochastic<Level>{Level::splat_int(top_)},
-                        random_.numbers(offset_ + first + i, count), packer_.next(), ahead);
+                        random_.numbers(offset_ + first + i, count), packer_.next(count), next + i);
       else
-        quantize<Level>(x + i, count, how, Nearest<Level>{}, static_cast<const uint16_t*>(nullptr), packer_.next(),
-                        ahead);
+        quantize<Level>(x + i, count, how, Nearest<Level>{}, static_cast<const uint16_t*>(nullptr), packer_.next(count),
+                        next + i);
       packer_.took(count);
     });
   }
@@ -103,7 +100,7 @@ class BlockEncoder {
   template <class T, class Back, class Loss>
   void flat(const T* x, int64_t n, const Header& header, Back back, Loss loss) {
     for_each_segment(n, [&](int64_t, int64_t count) {
-      std::memset(packer_.next(), 0, static_cast<size_t>(count));
+      std::memset(packer_.next(count), 0, static_cast<size_t>(count));
       packer_.took(count);
     });
     if constexpr (!std::is_same_v<Loss, Nowhere>)
@@ -125,21 +122,10 @@ template <class Level, bool stochastic, class T, class Loss>
 void encode_blocks(const cgx_piece& piece, const PieceParts& parts, Span span, const T* values, uint8_t* payload,
                    const cgx_rounding& rounding, Loss loss) {
   BlockEncoder<Level, stochastic> encoder(piece, parts, span, payload, rounding, 1.0f);
-  const int64_t end = std::min(span.end, parts.quantized);
-  Range range = range_of<Level>(values + span.first, std::min(piece.block, end - span.first));
   for_each_block(piece, parts, span, [&](int64_t first, int64_t n, int64_t block) {
     const T* x = values + first;
-    const T* next = x + n;
-    const int64_t n_next = std::min(piece.block, end - first - n);
-    if (n_next == n && n % kGroup == 0) {
-      RangeAhead<Level, T> ahead{next, {}, {}};
-      encoder.encode(x, first, n, block, range, ahead, Nowhere{}, loss + first);
-      range = ahead.close();
-    } else {
-      Prefetch ahead{reinterpret_cast<const char*>(next), sizeof(T)};
-      encoder.encode(x, first, n, block, range, ahead, Nowhere{}, loss + first);
-      if (n_next > 0) range = range_of<Level>(next, n_next);
-    }
+    const Prefetch ahead{x + n};
+    encoder.encode(x, first, n, block, range_of<Level>(x, n), ahead, Nowhere{}, loss + first);
   });
   encoder.finish();
 }
@@ -179,7 +165,7 @@ void reduce_blocks(const cgx_piece& piece, const PieceParts& parts, Span span, T
       });
       if (k + 1 == task.n_payloads) range = lanes.close();
     }
-    Prefetch ahead{reinterpret_cast<const char*>(x + n + n / 2), sizeof(T)};
+    const Prefetch ahead{x + n + n / 2};
     encoder.encode(sum, first, n, block, range, ahead, x, loss + first);
   });
   encoder.finish();
