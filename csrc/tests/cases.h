@@ -69,10 +69,10 @@ void prepare(Case& c, uint64_t seed) {
   now_checking("preparing: %s", describe(c).c_str());
   for (int64_t k = 0; k < c.n_payloads; ++k) {
     const Bytes other = make_values(c.dtype, c.numel, c.data, seed + 77 * uint64_t(k) + 1);
-    Bytes payload(size_t(c.slot_nbytes));
-    payload.reserve(1);  // an address even where there are no bytes
+    Bytes payload(size_t(c.slot_nbytes) + 1);  // one more, to have an address even where there are none
     must(cgx_encode(&kOracle, c.dtype, c.pieces.data(), int64_t(c.pieces.size()), other.data(), payload.data(),
                     &c.rounding, nullptr));
+    payload.pop_back();
     c.payloads.push_back(payload);
   }
 }

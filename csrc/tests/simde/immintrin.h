@@ -72,8 +72,25 @@ inline __m256i cgx_cvtps_ph(__m512 a) {
 }
 #define _mm512_cvtps_ph(a, nearest) cgx_cvtps_ph(a)
 
-// It faults where the address is not that of a cache line; so does this.
-inline void _mm512_stream_ps(void* p, __m512 a) {
+// They fault where the address is not that of a cache line; so does this.
+inline void _mm512_stream_si512(void* p, __m512i a) {
   if (reinterpret_cast<uintptr_t>(p) % 64 != 0) __builtin_trap();
   std::memcpy(p, &a, sizeof a);
+}
+inline void _mm512_stream_ps(void* p, __m512 a) { _mm512_stream_si512(p, _mm512_castps_si512(a)); }
+
+// Like the instructions they are made of, these give the second of two operands where one is NaN.
+template <class Better>
+inline float cgx_reduce(__m512 a, Better better) {
+  float lane[16];
+  std::memcpy(lane, &a, sizeof a);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] = better(lane[i], lane[i + half]) ? lane[i] : lane[i + half];
+  return lane[0];
+}
+inline float _mm512_reduce_min_ps(__m512 a) {
+  return cgx_reduce(a, [](float x, float y) { return x < y; });
+}
+inline float _mm512_reduce_max_ps(__m512 a) {
+  return cgx_reduce(a, [](float x, float y) { return x > y; });
 }
