@@ -171,6 +171,7 @@ std::vector<Product> run(const Case& c, cgx_means means, Place place, uint8_t fi
     if (inputs[k]->content() != c.payloads[k]) fail("reduce changed input %zu", k);
     delete inputs[k];
   }
+  start("comparing");
   products.push_back({"values of reduce", owned_values(c, values, c.values, false)});
   products.push_back({"payload of reduce", owned_payload(c, out, empty_slot, true)});
   products.push_back({"residual of reduce", owned_residual(c, residual, old_residual)});

@@ -129,8 +129,8 @@ void threads_1_2_and_3() {
   for (uint64_t seed = 1; seed <= (quick ? 2 : 12); ++seed) {
     Case c = mixed_table(seed, largest);
     c.pieces.resize(2);
-    c.pieces[0] = {0, largest - 1, 0, 0, seed % 2 ? 100 : 1024, int64_t(1 + seed % 8)};
-    c.pieces[1] = {0, largest / 2 + 7, 0, 0, seed % 2 ? 65536 : 33, seed % 4 ? 4 : 32};
+    c.pieces[0] = {0, largest - 1, 0, 0, seed % 2 ? 33 : 1024, int64_t(1 + seed % 8)};
+    c.pieces[1] = {0, largest / 2 + 7, 0, 0, seed % 2 ? 65536 : 100, seed % 4 ? 4 : 32};
     c.numel = c.slot_nbytes = 0;
     lay_out(c, 3);
     prepare(c, seed);
