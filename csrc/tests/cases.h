@@ -2,6 +2,7 @@
 // table of pieces and returns all bytes they produced, having seen to it that they touched no others.
 #pragma once
 
+#include <cmath>
 #include <string>
 
 #include "guarded.h"
@@ -75,6 +76,17 @@ void prepare(Case& c, uint64_t seed) {
     payload.pop_back();
     c.payloads.push_back(payload);
   }
+}
+
+// Makes every NaN of the headers the one that encoding writes; what another decodes to is not fixed.
+void make_nans_canonical(const Case& c, Bytes& payload) {
+  for (const cgx_piece& p : c.pieces)
+    for (int64_t at = 0; at < 8 * blocks_of(p); at += 4) {
+      float number;
+      memcpy(&number, payload.data() + p.payload + at, 4);
+      const uint32_t canonical = 0x7FC00000;
+      if (std::isnan(number)) memcpy(payload.data() + p.payload + at, &canonical, 4);
+    }
 }
 
 struct Product {
