@@ -11,6 +11,8 @@
 namespace {
 
 constexpr int kGroup = 32;
+constexpr int64_t whole_groups(int64_t n) { return (n + kGroup - 1) / kGroup * kGroup; }
+
 constexpr int64_t kSegment = 2048;  // values worked on at a time: they, their levels and their random numbers fit L1
 
 template <class Level, int Bits>
@@ -111,10 +113,10 @@ class Unpacker {
   Unpacker(int64_t bits, const uint8_t* stream, int64_t stream_nbytes)
       : packing_(Packing<Level>::of(bits)), bits_(bits), stream_(stream), end_(stream + stream_nbytes) {}
 
-  // n levels, at most a segment; readable a group further.
+  // n levels, at most a segment; what fills up the last group can be read too.
   const uint8_t* levels(int64_t position, int64_t n) {
     const int64_t aside = position % 8;  // eight levels are whole bytes
-    packing_.unpack(stream_ + (position - aside) / 8 * bits_, end_, n + aside, levels_);
+    packing_.unpack(stream_ + (position - aside) / 8 * bits_, end_, whole_groups(n) + aside, levels_);
     return levels_ + aside;
   }
 

@@ -42,7 +42,8 @@ class Random {
   const uint16_t* numbers(int64_t index, int64_t n) {
     const int64_t aside = index % 2;  // a pair has one hash
     uint32_t pair = static_cast<uint32_t>(index / 2);
-    for (int64_t i = 0; i < n + aside; i += kGroup, pair += kGroup / 2) Level::draw(key_, pair, numbers_ + i);
+    for (int64_t i = 0; i < whole_groups(n) + aside; i += kGroup, pair += kGroup / 2)
+      Level::draw(key_, pair, numbers_ + i);
     return numbers_ + aside;
   }
 
@@ -185,7 +186,7 @@ inline void clear_padding(uint8_t* payload, const cgx_piece& piece, const PieceP
                           int64_t item_nbytes) {
   if (span.end < piece.numel) return;
   const int64_t used = parts.tail + (piece.numel - parts.quantized) * item_nbytes;
-  std::memset(payload + used, 0, static_cast<size_t>(parts.nbytes - used));
+  if (used < parts.nbytes) std::memset(payload + used, 0, static_cast<size_t>(parts.nbytes - used));
 }
 
 inline void no_loss(float* residual, const RawPart& raw) {
