@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.nursery import Job, Outcome, Rank
+from torch_cgx.cli.hosts import Node
 
 __all__ = ["Outcome", "Rank", "close", "nursery_started_by", "observe_ranks", "run_ranks", "shared_memory_names"]
 
@@ -104,14 +105,17 @@ def observe_ranks(
     destroy: bool = True,
     real_exit: bool = False,
     grace_s: float | None = None,
+    nodes: Sequence[Node] = (),
 ) -> list[Outcome]:
     """Run `function(Rank, *arguments)` on `world` fresh processes; one outcome a rank, whatever happened.
 
     With a `backend` the group is started before the function and, with `destroy`, ended after it.
     `env` holds for all ranks, `rank_env` for one. `real_exit` goes through the interpreter's shutdown, which
     costs a fifth of a second a rank. After one rank has failed the others have `grace_s` (default: all the
-    time there is) to end by themselves.
+    time there is) to end by themselves. With `nodes`, each rank lives on that of these test hosts which stands in its
+    place.
     """
+    assert len(nodes) in (0, world)
     global _nursery
     if _nursery is None or _nursery.process.poll() is not None:
         _nursery = Nursery()
@@ -129,6 +133,7 @@ def observe_ranks(
         destroy=destroy,
         real_exit=real_exit,
         grace_s=timeout_s if grace_s is None else grace_s,
+        nodes=tuple(nodes),
     )
     try:
         return _nursery.run(job)

@@ -31,7 +31,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_cgx.cli.hosts import Node
 
 PRELOADED = (
     "torch",
@@ -70,6 +73,7 @@ class Job:
     destroy: bool  # destroy the group after the function has returned
     real_exit: bool  # leave through the interpreter's own shutdown, not os._exit
     grace_s: float  # how long the others may go on after a rank has failed
+    nodes: tuple[Node, ...] = ()  # by rank: the test host it lives on; empty: all on this one
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
 
 
@@ -170,33 +174,38 @@ def main(command_fd: int) -> int:
             except (EOFError, OSError):
                 return 0
             scratch = Path(tempfile.mkdtemp(prefix="cgx-test-"))
+            # Test hosts reach nothing but each other, so their store is in the first of them.
+            job_store = _start_store(job.nodes[0]) if job.nodes else None
             pids: dict[int, int] = {}
             for rank in range(job.world):
                 pid = os.fork()
                 if pid == 0:
                     connection.close()
-                    code = _live(job, rank, store_port, scratch)
+                    code = _live(job, rank, job_store[1] if job_store else store_port, scratch)
                     if not job.real_exit:
                         _leave(code)
                     return code
                 pids[rank] = pid
             outcomes = _watch(job, pids, scratch, connection)
+            if job_store:
+                _end_store(job_store[0])
             shutil.rmtree(scratch, ignore_errors=True)
             connection.send_bytes(pickle.dumps(outcomes))
     finally:
         if os.getpid() == nursery_pid:
-            os.kill(store_pid, signal.SIGKILL)
-            os.waitpid(store_pid, 0)
+            _end_store(store_pid)
 
 
-def _start_store() -> tuple[int, int]:
-    """Fork the process that serves the store; return its pid and port."""
+def _start_store(node: Node | None = None) -> tuple[int, int]:
+    """Fork the process that serves the store, here or on a test host; return its pid and port."""
     read, write = os.pipe()
     nursery_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
         import torch.distributed as dist
 
+        if node is not None:
+            node.enter()
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         os.write(write, str(store.port).encode())
         while os.getppid() == nursery_pid:
@@ -206,6 +215,11 @@ def _start_store() -> tuple[int, int]:
     port = int(os.read(read, 16))
     os.close(read)
     return pid, port
+
+
+def _end_store(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def _live(job: Job, rank: int, store_port: int, scratch: Path) -> int:
@@ -218,6 +232,8 @@ def _live(job: Job, rank: int, store_port: int, scratch: Path) -> int:
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank))
+    if job.nodes:
+        os.environ.update(job.nodes[rank].environ(), LOCAL_RANK=str(job.nodes[:rank].count(job.nodes[rank])))
     os.environ.update(job.environ)
     os.environ.update(job.rank_environ.get(rank, {}))
     sys.path[:] = job.path
@@ -232,7 +248,11 @@ def _live(job: Job, rank: int, store_port: int, scratch: Path) -> int:
 
         torch.set_num_threads(1)
         torch.manual_seed(rank)
-        store = dist.TCPStore("127.0.0.1", store_port, None, timeout=timedelta(seconds=job.timeout_s))
+        address = "127.0.0.1"
+        if job.nodes:
+            job.nodes[rank].enter()
+            address = job.nodes[0].address
+        store = dist.TCPStore(address, store_port, None, timeout=timedelta(seconds=job.timeout_s))
         own = dist.PrefixStore(scratch.name, store)
         me = Rank(rank, job.world, job.backend, job.group_timeout_s, own, scratch)
         function = _find_function(job)

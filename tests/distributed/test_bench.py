@@ -70,9 +70,9 @@ def test_without_another_backend_it_measures_cgx_alone() -> None:
     assert "gloo" not in done.stdout
 
 
-def start_long_bench() -> tuple[subprocess.Popen[str], list[int]]:
+def start_long_bench(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A benchmark in its measurements, and the ids of its ranks."""
-    command = [*CGX, "bench", "allreduce", "--sizes", "64K", "--seconds", "1000"]
+    command = [*CGX, "bench", "allreduce", "--sizes", "64K", "--seconds", "1000", *arguments]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert parent.stderr is not None
     for line in parent.stderr:

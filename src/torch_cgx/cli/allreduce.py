@@ -12,7 +12,8 @@ Per size of tensor:
 3. Batches, the backends in turn and every other round in reverse order. A batch restores the values (growing
    sums would overflow), does one operation that is not timed (it brings the ranks together), then times
    `ops_per_batch` operations one after the other. There is no barrier between operations: it would measure
-   its own skew.
+   its own skew. Between nodes a batch begins with empty token buckets: what a link had saved while it was idle
+   would carry the first operations faster than its rate.
 4. With busy: the same operation asynchronously, while the main thread is quiet or busy (busy.py).
 
 Time of a batch: its slowest rank's. Median: of batches, divided by their operations. p95: of single
@@ -22,6 +23,7 @@ operations on rank 0.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -33,13 +35,17 @@ import torch
 import torch.distributed as dist
 
 import torch_cgx
-from torch_cgx.cli import busy
+from torch_cgx.cli import busy, hosts
+from torch_cgx.cli.link import count_link_nbytes
 from torch_cgx.cli.processes import Message, Report, join_world
 from torch_cgx.cli.registry import CommandFailed
 
 TIMEOUT_S = 120.0
 BATCH_S = 0.020
+SLOW_S = 0.5
+"""An operation that takes so long, as on a slow link, hardly notices what is allocated on first use."""
 MIN_OPS, MIN_BATCHES, MAX_BATCHES = 2, 5, 50
+DRAIN_NBYTES = 4 * hosts.BURST_NBYTES
 PROGRESS_EVERY_S = 0.25
 """Not more often: on a small machine the parent's bar would take time from the ranks."""
 CHECK_NUMEL = 1 << 20
@@ -64,6 +70,7 @@ class Plan:
     against: tuple[str, ...]  # backends beside cgx
     seconds: float  # to spend on one size of one backend
     busy: bool
+    nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +120,19 @@ def _measure(plan: Plan, contestants: list[Contestant], nbytes: int, progress: _
     checks = [_check(plan, contestant, nbytes) for contestant in contestants]
     source = _source(plan, nbytes)
     tensor = source.clone()
-    estimates = [_estimate(contestant, tensor, source) for contestant in contestants]
+    estimates = [_estimate(plan, contestant, tensor, source) for contestant in contestants]
     most = _most_ops(source.dtype)
     ops = [max(MIN_OPS, min(math.ceil(BATCH_S / seconds), most - 1)) for seconds in estimates]
     round_s = sum(seconds * (count + 1) for seconds, count in zip(estimates, ops, strict=True))
     batches = max(MIN_BATCHES, min(int(plan.seconds * len(contestants) / round_s), MAX_BATCHES))
     samples: list[list[list[int]]] = [[] for _ in contestants]
+    on_link = [[0, 0] for _ in contestants]
     for batch in range(batches):
         order = range(len(contestants))
         for which in order if batch % 2 == 0 else reversed(order):
-            samples[which].append(_batch(contestants[which], tensor, source, ops[which]))
+            op_ns, nbytes_of_link = _batch(plan, contestants[which], tensor, source, ops[which])
+            samples[which].append(op_ns)
+            on_link[which] = [total + more for total, more in zip(on_link[which], nbytes_of_link, strict=True)]
         progress.at((batch + 1) / batches)
     return [
         {
@@ -132,30 +142,42 @@ def _measure(plan: Plan, contestants: list[Contestant], nbytes: int, progress: _
             "check": asdict(checks[which]),
             "ops_per_batch": ops[which],
             "op_ns": samples[which],
+            "link_nbytes": [total / (batches * ops[which]) for total in on_link[which]],
         }
         for which, contestant in enumerate(contestants)
     ]
 
 
-def _batch(contestant: Contestant, tensor: torch.Tensor, source: torch.Tensor, ops: int) -> list[int]:
-    """Nanoseconds of each of `ops` consecutive operations."""
+def _batch(
+    plan: Plan, contestant: Contestant, tensor: torch.Tensor, source: torch.Tensor, ops: int
+) -> tuple[list[int], tuple[int, int]]:
+    """Nanoseconds of each of `ops` consecutive operations; bytes that crossed this node's link, both ways."""
     tensor.copy_(source)
+    if plan.nodes > 1:
+        dist.all_reduce(torch.zeros(DRAIN_NBYTES, dtype=torch.uint8))
     contestant.all_reduce(tensor)
+    sent, received = _link_nbytes(plan)
     now = time.perf_counter_ns
     stamps = [now()]
     for _ in range(ops):
         contestant.all_reduce(tensor)
         stamps.append(now())
-    return [after - before for before, after in pairwise(stamps)]
+    sent_after, received_after = _link_nbytes(plan)
+    return [after - before for before, after in pairwise(stamps)], (sent_after - sent, received_after - received)
 
 
-def _estimate(contestant: Contestant, tensor: torch.Tensor, source: torch.Tensor) -> float:
+def _link_nbytes(plan: Plan) -> tuple[int, int]:
+    """Sent and received by this node so far; nothing where all ranks are on one host."""
+    return count_link_nbytes(os.environ["GLOO_SOCKET_IFNAME"]) if plan.nodes > 1 else (0, 0)
+
+
+def _estimate(plan: Plan, contestant: Contestant, tensor: torch.Tensor, source: torch.Tensor) -> float:
     """Seconds of one operation, the same number on all ranks."""
     for ops in (2, 3, 10):  # the first rounds pay for what a backend allocates on first use
         ops = min(ops, _most_ops(tensor.dtype) - 1)
-        times = sorted(_batch(contestant, tensor, source, ops))
+        times = sorted(_batch(plan, contestant, tensor, source, ops)[0])
         seconds = _agree(times[len(times) // 2] * 1e-9)
-        if ops > 2 and seconds > BATCH_S:
+        if seconds > (BATCH_S if ops > 2 else SLOW_S):
             break
     return seconds
 

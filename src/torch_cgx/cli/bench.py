@@ -1,6 +1,7 @@
 """`cgx bench allreduce`: the arguments, the run of the ranks, and what is printed and written.
 
-What the ranks do is in allreduce.py and busy.py, the JSON in report.py, the picture in plot.py.
+What the ranks do is in allreduce.py and busy.py, the JSON in report.py, the picture in plot.py, the hosts of
+`--nodes` in hosts.py.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import argparse
 import json
 import os
 import sys
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from typing import Any
 
-from torch_cgx.cli import registry
+from torch_cgx.cli import hosts, registry
 from torch_cgx.cli.registry import CommandFailed, UsageError, command
 
 
@@ -31,11 +33,17 @@ def add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--nproc",
-        type=registry.whole_number(2, 256),
-        default=2,
+        type=registry.whole_number(1, 256),
         metavar="N",
-        help="processes, on this host (2)",
+        help="processes, on this host (2) or on each node (1)",
     )
+    add(
+        "--nodes",
+        type=registry.whole_number(2, hosts.MAX_NODES),
+        metavar="N",
+        help="run on so many hosts, made of network namespaces for the time; needs root and iproute2",
+    )
+    add("--rate", type=registry.rate, metavar="RATE", help="of each node's link, as in 100mbit, 1gbit (unlimited)")
     add("--bits", type=registry.bits, default=4, help="1 to 8 bits a value, or 32 for exact (4)")
     add(
         "--bucket-size",
@@ -73,9 +81,16 @@ def bench_allreduce(options: argparse.Namespace) -> int:
     GB/s     bytes of the tensor / median
     ratio    the other backend's median / that of cgx
     error    relative, against the sum in float64
-    sent     bytes one rank sends for one operation
+    sent     bytes one rank sends for one operation, by its backend's count
+
+    With --nodes, the TCP goodput of the link between nodes 0 and 1 is measured first, both ways at once, and
+
+    link     bytes one operation puts on a node's link, by its device's count (the busiest node, the busier way)
+    limit    share of the limit: the time in which the goodput moves the fewest bytes that an all_reduce between
+             N nodes needs, 2 (N - 1) / N times the tensor's payload, / median
     """
     from torch_cgx.cli import machine, report
+    from torch_cgx.cli.link import measure_goodput
     from torch_cgx.cli.processes import RankFailed, run_ranks
     from torch_cgx.cli.progress import Progress
     from torch_cgx.cli.table import format_nbytes
@@ -87,23 +102,39 @@ def bench_allreduce(options: argparse.Namespace) -> int:
                 f"argument --sizes: {nbytes} is not a multiple of {itemsize}, the bytes of a {options.dtype}"
             )
 
+    if options.rate and not options.nodes:
+        raise UsageError("argument --rate: a rate is of the links between nodes, so it needs --nodes as well")
+    nproc = options.nproc or (1 if options.nodes else 2)
+    if nproc == 1 and not options.nodes:
+        raise UsageError("argument --nproc: 1 is not allowed: a whole number from 2 to 256, or --nodes as well")
+
     settings = {
         key: getattr(options, key) for key in ("bits", "bucket_size", "dtype", "sizes", "against", "seconds", "busy")
-    }
+    } | {"nodes": options.nodes or 1}
     load = machine.load()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    with Progress("cgx bench allreduce") as progress:
-        progress.update(0.0, "starting")
-        try:
-            of_ranks = run_ranks(
-                "torch_cgx.cli.allreduce:run",
-                settings,
-                options.nproc,
-                lambda rank, message: progress.update(message["fraction"], format_nbytes(message["nbytes"])),
-            )
-        except RankFailed as error:
-            sys.stderr.write(error.details)
-            raise CommandFailed(str(error)) from error
+    link: dict[str, Any] | None = None
+    try:
+        with hosts.Hosts(options.nodes, options.rate) if options.nodes else nullcontext() as made:
+            nodes = made.nodes if made is not None else ()
+            if nodes:
+                there, back = measure_goodput(nodes[0], nodes[1], min(2.0, max(0.5, options.seconds)))
+                link = {"nodes": len(nodes), "rate": options.rate, "goodput_bit_per_s": [there, back]}
+                print(format_link(link), flush=True)
+            with Progress("cgx bench allreduce") as progress:
+                progress.update(0.0, "starting")
+                of_ranks = run_ranks(
+                    "torch_cgx.cli.allreduce:run",
+                    settings,
+                    nproc,
+                    lambda rank, message: progress.update(message["fraction"], format_nbytes(message["nbytes"])),
+                    nodes,
+                )
+    except hosts.HostsUnavailable as error:
+        raise CommandFailed(str(error)) from error
+    except RankFailed as error:
+        sys.stderr.write(error.details)
+        raise CommandFailed(str(error)) from error
 
     result: dict[str, Any] = {
         "schema": report.SCHEMA,
@@ -114,12 +145,13 @@ def bench_allreduce(options: argparse.Namespace) -> int:
         "machine": machine.facts(),
         "load": load,
         "settings": {
-            "nproc": options.nproc,
+            "nproc": nproc,
             **settings,
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "1"),
         },
+        "link": link,
         "cells": report.merge_cells(
-            [of_rank["cells"] for of_rank in of_ranks], bits=options.bits, bucket_size=options.bucket_size
+            [of_rank["cells"] for of_rank in of_ranks], bits=options.bits, bucket_size=options.bucket_size, link=link
         ),
         "busy": report.merge_busy([of_rank["busy"] for of_rank in of_ranks]),
     }
@@ -136,18 +168,19 @@ def bench_allreduce(options: argparse.Namespace) -> int:
 
 
 def format_allreduce(result: dict[str, Any]) -> str:
-    from torch_cgx.cli.plot import settings_text
+    from torch_cgx.cli.plot import settings_text, where_text
     from torch_cgx.cli.report import QUIET_LOAD
     from torch_cgx.cli.table import format_nbytes, format_ratio, format_seconds, format_table
 
     settings, machine = result["settings"], result["machine"]
+    link_header = ["link", "limit"] if result["link"] else []
     kernels = machine["simd"] or "in plain torch"
     lines = [
-        f"all_reduce of {settings['dtype']} on {settings['nproc']} processes; cgx: {settings_text(result)}",
+        f"all_reduce of {settings['dtype']} on {where_text(result)}; cgx: {settings_text(result)}",
         f"{machine['cpu']}, {machine['cores']} cores, kernels {kernels}, torch {machine['torch']}",
         "",
         format_table(
-            ["size", "backend", "median", "p95", "GB/s", "ratio", "error", "same bits", "sent"],
+            ["size", "backend", "median", "p95", "GB/s", "ratio", "error", "same bits", "sent", *link_header],
             [
                 [
                     format_nbytes(cell["nbytes"]),
@@ -159,6 +192,7 @@ def format_allreduce(result: dict[str, Any]) -> str:
                     f"{cell['check']['relative_error']:.1e}",
                     "yes" if cell["check"]["same_bits"] else "NO",
                     format_nbytes(cell["check"]["sent_nbytes"]),
+                    *format_link_cell(cell),
                 ]
                 for cell in result["cells"]
             ],
@@ -190,3 +224,16 @@ def format_allreduce(result: dict[str, Any]) -> str:
         if any(cell["clock"] == "callback" for cell in result["busy"]):
             lines.append("clock callback: the Work has no native time stamps; the future's callback waits for the GIL")
     return "\n".join(lines)
+
+
+def format_link(link: dict[str, Any]) -> str:
+    there, back = (f"{bits / 1e6:.0f}" for bits in link["goodput_bit_per_s"])
+    return f"link of {link['rate'] or 'no set rate'}: TCP goodput {there} Mbit/s and, at the same time, {back} back"
+
+
+def format_link_cell(cell: dict[str, Any]) -> list[str]:
+    from torch_cgx.cli.table import format_nbytes
+
+    if "limit_share" not in cell:
+        return []
+    return [format_nbytes(cell["link_nbytes"]), f"{100 * cell['limit_share']:.0f} %"]

@@ -23,16 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor(options: argparse.Namespace) -> int:
     """Print the facts that decide how fast torch_cgx runs here. Exit code 1 if something must be fixed."""
     from torch_cgx.cli import machine
+    from torch_cgx.transports import factory
 
     facts = machine.facts()
     free_nbytes = machine.shared_memory_free_nbytes()
+    transports = factory.describe()
     settings, complaint = settings_in_force()
     problems = [complaint] if complaint else []
     advice = []
     if not facts["native"]:
         advice.append("the native library is missing, kernels run in plain torch: install g++, then reinstall")
     if free_nbytes is None:
-        advice.append(f"{machine.SHARED_MEMORY} is missing: all_reduce goes over Gloo")
+        advice.append(f"{machine.SHARED_MEMORY} is missing: all_reduce goes over messages")
     elif free_nbytes < SMALL_SHARED_MEMORY_NBYTES:
         advice.append(f"{machine.SHARED_MEMORY} is small: give the container more (docker run --shm-size=1g)")
 
@@ -42,6 +44,7 @@ def doctor(options: argparse.Namespace) -> int:
             "schema_version": 1,
             "machine": facts,
             "shared_memory_free_nbytes": free_nbytes,
+            "transports": transports,
             "settings": settings,
             "problems": problems,
             "advice": advice,
@@ -53,6 +56,7 @@ def doctor(options: argparse.Namespace) -> int:
                 **facts,
                 "native": "yes" if facts["native"] else "no",
                 f"{machine.SHARED_MEMORY} free": format_free(free_nbytes),
+                **{f"transport {name}": text for name, text in transports.items()},
             },
             settings,
             problems,

@@ -68,8 +68,7 @@ def draw_allreduce(report: dict[str, Any], path: Path) -> None:
 
     settings, machine = report["settings"], report["machine"]
     figure.suptitle(
-        f"all_reduce of {settings['dtype']} on {settings['nproc']} processes, "
-        f"{machine['cpu']}, {machine['cores']} cores",
+        f"all_reduce of {settings['dtype']} on {where_text(report)}, {machine['cpu']}, {machine['cores']} cores",
         fontsize=11,
     )
     figure.savefig(path, dpi=130, format="png")
@@ -162,3 +161,12 @@ def _draw_operation(place: Any, cells: list[Cell], operation: str, threads: int)
 def settings_text(report: dict[str, Any]) -> str:
     settings = report["settings"]
     return "exact" if settings["bits"] == 32 else f"{settings['bits']} bits, bucket size {settings['bucket_size']}"
+
+
+def where_text(report: dict[str, Any]) -> str:
+    """`2 processes`, or `2 nodes of 1 process, links of 1gbit`."""
+    nproc, link = report["settings"]["nproc"], report.get("link")
+    processes = f"{nproc} process{'es' if nproc > 1 else ''}"
+    if not link:
+        return processes
+    return f"{link['nodes']} nodes of {processes}, links of {link['rate'] or 'no set rate'}"

@@ -22,11 +22,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+from torch_cgx.cli.hosts import Node
 from torch_cgx.cli.registry import CommandFailed
 
 Message = dict[str, Any]
@@ -47,17 +49,29 @@ class RankFailed(Exception):
 
 
 def run_ranks(
-    target: str, arguments: Mapping[str, object], nproc: int, on_progress: Callable[[int, Message], None]
+    target: str,
+    arguments: Mapping[str, object],
+    nproc: int,
+    on_progress: Callable[[int, Message], None],
+    nodes: Sequence[Node] = (),
 ) -> list[Message]:
-    """Call `module:function` with (arguments, report) on `nproc` ranks: what each of them returned."""
+    """Call `module:function` with (arguments, report) on `nproc` ranks: what each of them returned.
+
+    With `nodes`, on so many ranks of each of them, numbered node by node as torchrun does.
+    """
     from torch._C._distributed_c10d import TCPStore
 
+    def make_store() -> TCPStore:
+        return TCPStore(MASTER_ADDR, 0, is_master=True, wait_for_workers=False)
+
     # The parent holds the store, so there is no port to guess and no race for it.
-    store = TCPStore(MASTER_ADDR, 0, is_master=True, wait_for_workers=False)
+    store = nodes[0].call(make_store) if nodes else make_store()
     ranks: list[_Rank] = []
     try:
-        for rank in range(nproc):
-            ranks.append(_Rank(target, arguments, rank, nproc, store.port))
+        for node in nodes or (None,):
+            for local_rank in range(nproc):
+                place = _Place(len(ranks), local_rank, nproc, max(1, len(nodes)) * nproc, store.port, node)
+                ranks.append(_Rank(target, arguments, place))
         failed = _listen(ranks, on_progress)
         if failed is not None:
             raise failed.failure()
@@ -66,11 +80,47 @@ def run_ranks(
         _end(ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank lives, and where it meets the others."""
+
+    rank: int
+    local_rank: int
+    nproc: int  # on its node
+    world: int
+    store_port: int
+    node: Node | None
+
+    def command(self, arguments: list[str]) -> list[str]:
+        return arguments if self.node is None else self.node.command(arguments)
+
+    def environ(self) -> dict[str, str]:
+        import torch_cgx
+
+        # The parent may have found the package by other means than its own environment.
+        package_root = str(Path(str(torch_cgx.__file__)).resolve().parents[1])
+        search_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            "OMP_NUM_THREADS": "1",  # as torchrun does; the user's own value wins
+            # Nodes have no name service, of which torch would warn on every rank.
+            **({} if self.node is None else {"TORCH_CPP_LOG_LEVEL": "ERROR"}),
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(search_path),
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.nproc),
+            "MASTER_ADDR": MASTER_ADDR,
+            "MASTER_PORT": str(self.store_port),
+            **({} if self.node is None else self.node.environ()),
+        }
+
+
 class _Rank:
     """One child, as its parent sees it."""
 
-    def __init__(self, target: str, arguments: Mapping[str, object], rank: int, nproc: int, port: int) -> None:
-        self.rank = rank
+    def __init__(self, target: str, arguments: Mapping[str, object], place: _Place) -> None:
+        self.rank = place.rank
         self.result: Message | None = None
         self.error: Message | None = None
         read_fd, write_fd = os.pipe()
@@ -78,11 +128,11 @@ class _Rank:
         self.unread = b""
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, target, str(write_fd)],
+                place.command([sys.executable, "-m", __spec__.name, target, str(write_fd)]),
                 stdin=subprocess.PIPE,
                 stdout=2,
                 pass_fds=(write_fd,),
-                env=_environ(rank, nproc, port),
+                env=place.environ(),
                 start_new_session=True,
             )
         finally:
@@ -107,25 +157,6 @@ class _Rank:
         except subprocess.TimeoutExpired:
             code = None
         return RankFailed(self.rank, f"it ended with exit code {code} and no result")
-
-
-def _environ(rank: int, nproc: int, port: int) -> dict[str, str]:
-    import torch_cgx
-
-    # The parent may have found the package by other means than its own environment.
-    package_root = str(Path(str(torch_cgx.__file__)).resolve().parents[1])
-    search_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        "OMP_NUM_THREADS": "1",  # as torchrun does; the user's own value wins
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(search_path),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": MASTER_ADDR,
-        "MASTER_PORT": str(port),
-    }
 
 
 def _listen(ranks: list[_Rank], on_progress: Callable[[int, Message], None]) -> _Rank | None:

@@ -90,6 +90,16 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def rate(text: str) -> str:
+    from torch_cgx.cli.hosts import parse_rate
+
+    try:
+        parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def positive_seconds(text: str) -> float:
     try:
         seconds = float(text)

@@ -9,7 +9,11 @@ One schema for every benchmark; fields are only ever added within a version:
     command         the arguments after `cgx`
     machine         cpu, cores (that the run may use), os, python, torch, torch_cgx, native (library), simd
     load            load average of the minute before the start; a quiet machine has less than 0.5
-    settings        nproc, bits, bucket_size, dtype, sizes, against, seconds, busy, omp_num_threads
+    settings        nproc (on each node), nodes, bits, bucket_size, dtype, sizes, against, seconds, busy,
+                    omp_num_threads
+    link            null on one host; with --nodes:
+        nodes, rate         rate as given, null for no limit
+        goodput_bit_per_s   of plain TCP from node 0 to 1 and from 1 to 0, at the same time, before the benchmark
     cells           one per size and backend:
         nbytes, numel       of the tensor on each rank
         backend, bits, bucket_size      (bits 32: exact; bucket_size null where it has no meaning)
@@ -26,6 +30,10 @@ One schema for every benchmark; fields are only ever added within a version:
         p95_s               of op_ns
         gb_per_s            1e-9 * nbytes / median_s
         ratio               {other backend: its median_s / this median_s}, in cells of backend cgx
+        link_nbytes         with --nodes: of one operation, by the count of the busiest node's device in its busier
+                            direction (which has one header a train of packets that TCP hands over at once)
+        limit_nbytes        with --nodes: the fewest payload bytes that a node must send, and receive (see least_nbytes)
+        limit_share         with --nodes: (8 * limit_nbytes / the smaller goodput) / median_s
     busy            one per size and backend, with --busy; empty without:
         nbytes, backend
         clock               "native" (the operation's own stamps) or "callback" (an upper bound, see busy.py)
@@ -52,7 +60,25 @@ def quantile(samples: Sequence[float], share: float) -> float:
     return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
 
 
-def merge_cells(of_ranks: Sequence[Sequence[Cell]], *, bits: int, bucket_size: int) -> list[Cell]:
+def least_nbytes(nodes: int, numel: int, itemsize: int, bits: int, bucket_size: int | None) -> float:
+    """The fewest payload bytes that each node must send, and receive, for an all_reduce between nodes.
+
+    2 (N - 1) / N times the payload of the tensor: a node sends its values to those who add them up, all but the share
+    that it adds up itself, and later the sums of that share to the N - 1 others. Gloo's ring on N ranks sends just
+    that, and so does cgx, of the encoded values. However many ranks a node has, one sum a node is enough; an algorithm
+    that sends each rank's values by themselves gets less than 100 % even with the link full.
+    """
+    from torch_cgx.quantizers import MaxMin
+
+    payload = numel * itemsize
+    if bucket_size is not None:
+        payload = min(payload, MaxMin(bits, bucket_size).payload_nbytes(numel, itemsize))
+    return 2 * (nodes - 1) / nodes * payload
+
+
+def merge_cells(
+    of_ranks: Sequence[Sequence[Cell]], *, bits: int, bucket_size: int, link: dict[str, Any] | None = None
+) -> list[Cell]:
     """One cell of the schema from every rank's cell of the same place."""
     cells = []
     for same in zip(*of_ranks, strict=True):
@@ -85,6 +111,13 @@ def merge_cells(of_ranks: Sequence[Sequence[Cell]], *, bits: int, bucket_size: i
                 "gb_per_s": 1e-9 * nbytes / median_s,
             }
         )
+        if link is not None:
+            cell = cells[-1]
+            itemsize = nbytes // cell["numel"]
+            least = least_nbytes(link["nodes"], cell["numel"], itemsize, cell["bits"], cell["bucket_size"])
+            cell["link_nbytes"] = max(max(one["link_nbytes"]) for one in same)
+            cell["limit_nbytes"] = least
+            cell["limit_share"] = 8 * least / min(link["goodput_bit_per_s"]) / median_s
     for cell in cells:
         if cell["backend"] == "cgx":
             others = [other for other in cells if other["nbytes"] == cell["nbytes"] and other is not cell]

@@ -1,0 +1,289 @@
+"""Test hosts on one machine: network namespaces joined by a switch, at a given rate; for tests and `cgx bench`.
+
+    node 0: 10.77.0.1 [node0] ---- [port0] switch [port1] ---- [node1] 10.77.0.2 :node 1
+
+A node is a network namespace that holds one end of a veth pair. The other ends are ports of a bridge, in a namespace of
+its own, so that nothing of the real host's network is touched. With a rate, a token bucket sits at both ends of
+every pair, as a full-duplex link has it: node0 shapes what the node sends, port0 what it gets. The bucket is small
+(128 KB), so that small transfers are shaped too.
+
+Nothing is left, however this process ends. The namespaces have no names and no mounts: what keeps them is a file
+descriptor each of this process, and the kernel removes a namespace, with all devices in it, when the last descriptor
+and the last process that refer to it are gone. So there is nothing to tidy up even after SIGKILL.
+
+What the hosts carry is not known here; link.py measures them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+__all__ = ["MAX_NODES", "Hosts", "HostsUnavailable", "Node", "parse_rate"]
+
+MAX_NODES = 64
+BURST_NBYTES = 128 * 1024
+QUEUE_NBYTES = 4 << 20
+"""What a token bucket holds before it drops, as a switch's buffer does: room for several nodes that send to one."""
+END_S = 5.0
+_CLONE_NEWNET = 0x40000000
+_PERMISSION = (
+    "permission to make network namespaces and devices: run as root, or under `unshare --user --map-root-user`; "
+    "in a container, start that with --privileged, or with --cap-add SYS_ADMIN --cap-add NET_ADMIN"
+)
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit", re.IGNORECASE)
+_FACTOR = {"k": 10**3, "m": 10**6, "g": 10**9}
+
+T = TypeVar("T")
+
+
+class HostsUnavailable(Exception):
+    """This machine cannot make test hosts; the text names what is missing."""
+
+
+def parse_rate(text: str) -> int:
+    """`1gbit` -> 1000000000: bits a second, as `tc` writes them."""
+    match = _RATE.fullmatch(text.strip())
+    rate = float(match[1]) * _FACTOR[match[2].lower()] if match else 0.0
+    if not 10**6 <= rate <= 10**11:
+        raise ValueError(f"{text!r} is not a rate: allowed are 1mbit to 100gbit, as in 100mbit, 2.5gbit")
+    return int(rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One host. Only data, so that another process of this machine can be given it."""
+
+    index: int
+    namespace: str  # a path that setns and nsenter take
+    switch: str  # the same of the switch
+
+    @property
+    def address(self) -> str:
+        return _address(self.index)
+
+    @property
+    def interface(self) -> str:
+        return f"node{self.index}"
+
+    @property
+    def port(self) -> str:
+        """The switch's end of this node's link."""
+        return f"port{self.index}"
+
+    def environ(self) -> dict[str, str]:
+        """What a rank of this node needs: to be on a node of its own, and to find the others through its link."""
+        return {
+            "CGX_NODE_ID": self.interface,
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "MASTER_ADDR": _address(0),
+        }
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """The command that runs `arguments` in this node; it is killed when the thread that starts it ends."""
+        return ["nsenter", f"--net={self.namespace}", "setpriv", "--pdeathsig", "KILL", *arguments]
+
+    def run(self, arguments: Sequence[str]) -> str:
+        """Run a command here until it ends; what it wrote to stdout. `subprocess.CalledProcessError` if it fails."""
+        return subprocess.run(self.command(arguments), check=True, capture_output=True, text=True).stdout
+
+    def enter(self) -> None:
+        """Move the calling thread here, and whatever it starts later. Sockets that it has stay where they are."""
+        fd = os.open(self.namespace, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _check(_libc().setns(fd, _CLONE_NEWNET), "setns")
+        finally:
+            os.close(fd)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function on a thread in this node: a socket that it makes is one of this node."""
+
+        def inside() -> T:
+            self.enter()
+            return function()
+
+        return _on_a_thread(inside)
+
+    def set_link(self, up: bool) -> None:
+        """Pull this node's cable out of the switch, or put it back. Nobody is told, packets just stop."""
+        state = "up" if up else "down"
+        subprocess.run(
+            ["nsenter", f"--net={self.switch}", "ip", "link", "set", self.port, state], check=True, capture_output=True
+        )
+
+
+class Hosts:
+    """`with Hosts(2, rate="1gbit") as hosts: hosts.nodes[1].run(["ip", "address"])`. Needs root."""
+
+    def __init__(self, nodes: int, rate: str | None = None) -> None:
+        if not 1 <= nodes <= MAX_NODES:
+            raise ValueError(f"nodes: expected 1 to {MAX_NODES}, got {nodes}")
+        self.rate = None if rate is None else parse_rate(rate)
+        self.nodes: tuple[Node, ...] = ()
+        self._count = nodes
+        self._descriptors: list[int] = []
+
+    def __enter__(self) -> Hosts:
+        """Make them, or raise `HostsUnavailable`."""
+        _check_tools()
+        try:
+            switch = self._new_namespace()
+            self.nodes = tuple(Node(index, self._new_namespace(), switch) for index in range(self._count))
+            self._wire(switch)
+            if self.rate is not None:
+                self._shape(switch, self.rate)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what still runs in the nodes, and let the kernel have the namespaces."""
+        try:
+            _kill_all_in(self.inodes())
+        finally:
+            self.nodes = ()
+            while self._descriptors:
+                os.close(self._descriptors.pop())
+
+    def inodes(self) -> set[int]:
+        """The namespaces as the kernel numbers them, the switch's too."""
+        return {os.fstat(fd).st_ino for fd in self._descriptors}
+
+    def _new_namespace(self) -> str:
+        def make() -> int:
+            _check(_libc().unshare(_CLONE_NEWNET), "unshare")
+            return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+        try:
+            fd = _on_a_thread(make)
+        except PermissionError as error:
+            raise HostsUnavailable(f"test hosts need {_PERMISSION}") from error
+        except OSError as error:
+            raise HostsUnavailable(f"test hosts need a kernel with network namespaces: {error}") from error
+        self._descriptors.append(fd)
+        return f"/proc/{os.getpid()}/fd/{fd}"
+
+    def _wire(self, switch: str) -> None:
+        _batch(switch, "ip", ["link add switch type bridge", "link set switch up"], "a kernel with bridges")
+        for node in self.nodes:
+            _batch(
+                switch,
+                "ip",
+                [
+                    f"link add {node.port} type veth peer name {node.interface} netns {node.namespace}",
+                    f"link set {node.port} master switch",
+                    f"link set {node.port} up",
+                ],
+                "a kernel with veth devices",
+            )
+            # An IPv6 address of the link would take seconds to be usable; without IPv6 there is nothing to turn off.
+            with contextlib.suppress(HostsUnavailable):
+                _batch(node.namespace, "ip", [f"link set {node.interface} addrgenmode none"], "")
+            _batch(
+                node.namespace,
+                "ip",
+                [
+                    "link set lo up",
+                    f"address add {node.address}/24 dev {node.interface}",
+                    f"link set {node.interface} up",
+                ],
+                "permission to set addresses",
+            )
+
+    def _shape(self, switch: str, rate: int) -> None:
+        for node in self.nodes:
+            for namespace, device in ((node.namespace, node.interface), (switch, node.port)):
+                bucket = f"tbf rate {rate}bit burst {BURST_NBYTES} limit {QUEUE_NBYTES}"
+                _batch(
+                    namespace, "tc", [f"qdisc add dev {device} root {bucket}"], "a kernel with tbf (modprobe sch_tbf)"
+                )
+
+
+def _address(index: int) -> str:
+    return f"10.77.0.{index + 1}"
+
+
+def _check_tools() -> None:
+    if not sys.platform.startswith("linux"):
+        raise HostsUnavailable(f"test hosts need Linux; this is {sys.platform}")
+    for tool, package in _TOOLS.items():
+        if shutil.which(tool) is None:
+            raise HostsUnavailable(f"test hosts need the command {tool} (Debian, Ubuntu: apt-get install {package})")
+
+
+def _batch(namespace: str, tool: str, lines: Sequence[str], needs: str) -> None:
+    done = subprocess.run(
+        ["nsenter", f"--net={namespace}", tool, "-batch", "-"],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split())
+        needs = _PERMISSION if "not permitted" in said else needs
+        raise HostsUnavailable(f"test hosts need {needs}: {tool} {'; '.join(lines)}: {said}")
+
+
+def _kill_all_in(inodes: set[int]) -> None:
+    """End every process whose network namespace is one of these, and wait until it has."""
+    deadline = time.monotonic() + END_S
+    while inodes and time.monotonic() < deadline:
+        pids = [pid for pid in _all_pids() if pid != os.getpid() and _network_of(pid) in inodes]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                held = os.pidfd_open(pid)
+                try:
+                    if _network_of(pid) in inodes:  # still the process that was found
+                        signal.pidfd_send_signal(held, signal.SIGKILL)
+                finally:
+                    os.close(held)
+        if not pids:
+            return
+        time.sleep(0.01)
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _network_of(pid: int) -> int | None:
+    """None for a process that is gone, or only waits to be reaped: it holds no namespace any more."""
+    with contextlib.suppress(OSError):
+        return os.stat(Path("/proc", str(pid), "ns", "net")).st_ino
+    return None
+
+
+def _on_a_thread(function: Callable[[], T]) -> T:
+    """Namespaces belong to threads: this one ends with the call, so nothing stays changed."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)  # os.setns and os.unshare came with Python 3.12
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

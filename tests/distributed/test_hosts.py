@@ -1,0 +1,148 @@
+"""The test hosts themselves: they carry at their rate, they are apart, and they go, however their maker ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distributed.witness import Witness
+from torch_cgx.cli import hosts as hosts_module
+from torch_cgx.cli.hosts import Hosts, HostsUnavailable, parse_rate
+from torch_cgx.cli.link import measure_goodput
+
+MakeHosts = Callable[..., Hosts]
+
+# The module by itself, without the package: importing torch would take seconds.
+MAKER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("hosts", sys.argv[1])
+hosts = sys.modules["hosts"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(hosts)
+with hosts.Hosts(2) as made:
+    print(*sorted({path for node in made.nodes for path in (node.namespace, node.switch)}), flush=True)
+    made.nodes[0].run(["sleep", "100"])
+"""
+
+
+def start_maker(*prefix: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", MAKER, str(hosts_module.__file__)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_both_directions_carry_what_the_rate_allows(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(2, rate="100mbit")
+    for bits in measure_goodput(*hosts.nodes, seconds=1.0):
+        assert 60e6 < bits < 100e6
+
+
+def test_nodes_reach_each_other_and_nothing_else(make_hosts: MakeHosts) -> None:
+    before = subprocess.check_output(["ip", "-o", "link"])
+    hosts = make_hosts(3)
+    assert subprocess.check_output(["ip", "-o", "link"]) == before
+    for node in hosts.nodes:
+        devices = [
+            line.split()[1].rstrip(":").partition("@")[0] for line in node.run(["ip", "-o", "link"]).splitlines()
+        ]
+        assert devices == ["lo", node.interface]
+        assert node.run(["ip", "route"]).split()[0] == "10.77.0.0/24"
+        assert len(node.run(["ip", "route"]).splitlines()) == 1
+    assert len({node.address for node in hosts.nodes}) == 3
+    assert min(measure_goodput(hosts.nodes[2], hosts.nodes[0], seconds=0.1)) > 0
+
+
+def test_a_cable_can_be_pulled_and_put_back(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(2)
+    carrier = ["ip", "-o", "link", "show", "node1"]
+    assert "LOWER_UP" in hosts.nodes[1].run(carrier)
+    hosts.nodes[1].set_link(up=False)
+    assert "NO-CARRIER" in hosts.nodes[1].run(carrier)
+    hosts.nodes[1].set_link(up=True)
+    assert "LOWER_UP" in hosts.nodes[1].run(carrier)
+    assert min(measure_goodput(*hosts.nodes, seconds=0.1)) > 0
+
+
+def test_after_an_exception_nothing_is_left(make_hosts: MakeHosts) -> None:
+    make_hosts(1)  # skips where hosts cannot be
+    with pytest.raises(KeyError), Hosts(2) as hosts:
+        witness = Witness.of(hosts)
+        sleeper = subprocess.Popen(hosts.nodes[1].command(["sleep", "100"]))
+        assert witness.holders(0.0)
+        raise KeyError
+    with witness:
+        assert len(witness) == 3
+        assert sleeper.wait(5.0) == -signal.SIGKILL
+        assert witness.holders() == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_after_a_signal_to_their_maker_nothing_is_left(how: signal.Signals, make_hosts: MakeHosts) -> None:
+    make_hosts(1)
+    maker = start_maker()
+    assert maker.stdout is not None
+    with Witness(maker.stdout.readline().split()) as witness:
+        assert len(witness) == 3
+        assert witness.holders(0.0)
+        maker.send_signal(how)
+        maker.communicate(timeout=10.0)
+        assert maker.returncode == -how
+        assert witness.holders() == []
+
+
+@pytest.mark.parametrize(("tool", "package"), [("tc", "iproute2"), ("nsenter", "util-linux")])
+def test_a_missing_command_is_named_with_its_package(
+    tool: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in {"ip", "tc", "nsenter", "setpriv"} - {tool}:
+        (tmp_path / other).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HostsUnavailable, match=rf"command {tool} .*apt-get install {package}"), Hosts(2):
+        pass
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives up what only root has")
+@pytest.mark.parametrize("without", ["-sys_admin", "-net_admin"])
+def test_a_missing_permission_is_named(without: str, make_hosts: MakeHosts) -> None:
+    make_hosts(1)
+    maker = start_maker("setpriv", f"--bounding-set={without}")
+    _, error = maker.communicate(timeout=10.0)
+    assert maker.returncode == 1
+    assert "HostsUnavailable: test hosts need permission" in error
+    assert "run as root" in error
+
+
+def test_a_kernel_that_lacks_the_token_bucket_is_named_and_nothing_is_left(
+    make_hosts: MakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_hosts(1)
+    monkeypatch.setattr(hosts_module, "BURST_NBYTES", -1)  # the nearest to it: a bucket that tc refuses
+    hosts = Hosts(1, rate="1gbit")
+    with pytest.raises(HostsUnavailable, match="kernel with tbf"), hosts:
+        pass
+    assert hosts.inodes() == set()
+
+
+@pytest.mark.parametrize("text", ["", "1", "1gb", "1 gbit s", "-1gbit", "999kbit", "101gbit", "1tbit"])
+def test_a_wrong_rate_is_refused_with_what_is_allowed(text: str) -> None:
+    with pytest.raises(ValueError, match=r"1mbit to 100gbit"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(("text", "rate"), [("1gbit", 10**9), ("100mbit", 10**8), ("2.5Gbit", 25 * 10**8)])
+def test_rates_are_written_as_tc_writes_them(text: str, rate: int) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("nodes", [0, 65])
+def test_a_wrong_number_of_nodes_is_refused(nodes: int) -> None:
+    with pytest.raises(ValueError, match="1 to 64"):
+        Hosts(nodes)
