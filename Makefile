@@ -3,7 +3,7 @@
 #   make demo      train one model with gloo and with cgx at 4 bits, and compare
 #   make test      lint, then all tests
 #   make lint      formatting, lint and types
-#   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers
+#   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
 #   make clean     remove what make has made
@@ -43,6 +43,7 @@ bench: $(STAMP)
 		--plot docs/allreduce.png
 	$(BENCH) --nproc 4 --bits 4 --sizes 4M,25M,64M --json $(RESULTS)/allreduce-4-ranks-4-bits.json
 	$(BENCH) --nproc 2 --bits 32 --sizes 4,1K,64K,1M,4M,25M,256M --json $(RESULTS)/allreduce-2-ranks-exact.json
+	$(BIN)/python benchmarks/memory.py --json $(RESULTS)/memory.json
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check pypiquant
 	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --simd all --json $(RESULTS)/kernels-all-levels.json

@@ -97,6 +97,7 @@ typedef struct cgx_step {
   int64_t n_pieces;
   int64_t first_input; /* reduce: a range of the plan's list of input slots */
   int64_t n_inputs;
+  int64_t partial; /* reduce: 1: not all contributions are in, so the sum is not scaled yet */
 } cgx_step;
 
 /* A place for a payload. All ranks give a slot the same offset; its flag is the writer's own. */

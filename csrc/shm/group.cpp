@@ -234,8 +234,10 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
       count(kEncodeNs, now_ns() - begin_ns);
       break;
     case CGX_STEP_SEND:
-      flag(rank_, slot.flag).fingerprint[slice_number_ & 1].store(op.fingerprint, std::memory_order_relaxed);
-      flag(rank_, slot.flag).slice.store(slice_number_, std::memory_order_release);
+      if (slot.writer == rank_) {  // what is only passed on is there already, for all to read
+        flag(rank_, slot.flag).fingerprint[slice_number_ & 1].store(op.fingerprint, std::memory_order_relaxed);
+        flag(rank_, slot.flag).slice.store(slice_number_, std::memory_order_release);
+      }
       std::atomic_thread_fence(std::memory_order_seq_cst);
       ring(step.peer);
       count(kSent, slot.nbytes);
@@ -256,7 +258,7 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
         payloads[i] = slot_data(op, plan.inputs[static_cast<size_t>(step.first_input) + i]);
       rounding.stage = 1;
       status = cgx_reduce(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
-                          op.what.scale, slot_data(op, step.slot), &rounding, nullptr);
+                          step.partial ? 1.0 : op.what.scale, slot_data(op, step.slot), &rounding, nullptr);
       count(kReduceNs, now_ns() - begin_ns);
       break;
     }

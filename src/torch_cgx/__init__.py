@@ -17,6 +17,7 @@ from torch_cgx.errors import (
     PeerLostError,
     PoisonedError,
     SharedMemoryError,
+    TransportError,
 )
 from torch_cgx.version import __version__
 
@@ -30,6 +31,7 @@ __all__ = [
     "PeerLostError",
     "PoisonedError",
     "SharedMemoryError",
+    "TransportError",
     "__version__",
     "dequantize",
     "payload_nbytes",

@@ -30,12 +30,13 @@ from torch_cgx.calls import collective_call, reduction_name
 from torch_cgx.carried import CarriedCollectives
 from torch_cgx.config import Compression, Settings
 from torch_cgx.errors import CGXError
-from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.executors.shm import SharedGroup
-from torch_cgx.kernels.cpu import default_kernels, thread_count
 from torch_cgx.layers import LayerTable
+from torch_cgx.layout import Layer
+from torch_cgx.nodes import open_executor
 from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
-from torch_cgx.transports.gloo import GlooTransport
+from torch_cgx.transports.gloo import hang_up
+from torch_cgx.transports.mpi_process import finalises_at_exit
 from torch_cgx.untraced import skip_package
 from torch_cgx.work import CarriedWork, Completions, CompositeWork, DoneWork
 
@@ -79,7 +80,7 @@ class ProcessGroupCGX(CarriedCollectives):
 
         prefixed = partial(c10d.PrefixStore, store=store)
         # Settings are compared before any connection is made, so that a wrong one fails on all ranks at once.
-        self._settings = membership.agree(prefixed("cgx"), rank, Settings.from_environ)
+        self._settings = membership.agree(prefixed("cgx"), rank, world, Settings.from_environ)
         members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks)
 
         self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
@@ -94,20 +95,17 @@ class ProcessGroupCGX(CarriedCollectives):
         place = Place(rank, world, self._settings, self.layers, self._completions)
         self._shared: SharedGroup | None = None
         self._reducer: Reducer | None = None
-        if world > 1 and members.one_host and all(members.native):
+        if world > 1 and members.one_host and all(members.native) and self._settings.inner_communicator == "SHM":
             self._shared = membership.open_shared_group(
                 prefixed("cgx"), rank, world, self._global_ranks, calls.NAMES, self._settings
             )
         if self._shared is not None:
             self._reducer = SharedReducer(self._shared, place)
         elif world > 1:
-            transport = GlooTransport(prefixed("messages"), rank, world, timeout, self._global_ranks)
-            kernels = default_kernels(
-                self._settings.simd, thread_count(self._settings.num_threads, members.ranks_here(rank))
+            executor, topology = open_executor(
+                prefixed, rank, world, timeout, self._global_ranks, members, self._settings
             )
-            algorithm = self._settings.cross_reduction
-            executor = MessageExecutor(transport, kernels, rank, world, algorithm, self._global_ranks)
-            self._reducer = MessageReducer(executor, place)
+            self._reducer = MessageReducer(executor, topology, place)
         _groups.add(self)
         # Children of multiprocessing end without atexit, and forget what their parent registered.
         multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
@@ -139,6 +137,11 @@ class ProcessGroupCGX(CarriedCollectives):
             self._shared.fail(CGXError(f"rank {self._global_ranks[self._rank]} called abort()"))
         self.shutdown()
 
+    def hang_up(self) -> None:
+        """At exit, where this process may have to wait for others: peers that still need it shall not wait for it."""
+        if self._world > 1 and not self._forked:
+            hang_up(self._gloo)
+
     def __del__(self) -> None:
         if getattr(self, "_reducer", None) is not None and not self._forked:
             self.shutdown()
@@ -156,10 +159,36 @@ class ProcessGroupCGX(CarriedCollectives):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = _options(c10d.AllreduceCoalescedOptions, opts)
-        parts = [self._allreduce("all_reduce", tensor, [tensor], opts) for tensor in tensors]
-        return CompositeWork(parts, _nothing, list(tensors), self._completions)
+        tensors = list(tensors)
+        fused = self._fusable(tensors, reduction_name(opts.reduceOp))
+        alone = [tensor for tensor in tensors if not any(tensor is other for other in fused)]
+        parts = [self._allreduce("all_reduce", tensor, [tensor], opts) for tensor in alone]
+        if not fused:
+            return CompositeWork(parts, _nothing, tensors, self._completions)
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in fused])
+        cut = self.layers.cut
+        layers = tuple(layer for t in fused for layer in cut(t.numel(), self._compression_for(t), self._settings))
+        parts.append(self._allreduce("all_reduce", flat, [flat], opts, layers))
 
-    def _allreduce(self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any) -> Any:
+        def hand_out() -> None:
+            for tensor, values in zip(fused, torch.split(flat, [tensor.numel() for tensor in fused]), strict=True):
+                tensor.detach().copy_(values.view(tensor.shape))
+
+        return CompositeWork(parts, hand_out, tensors, self._completions)
+
+    def _fusable(self, tensors: list[Tensor], reduction: str) -> list[Tensor]:
+        """Those of one call that can go together as layers of one tensor: of one type, where we compress at all.
+
+        So they do where each of them is too small for that: one message instead of many is what they gain.
+        """
+        ours = [t for t in tensors if self._is_ours(t, reduction) and t.dtype in _COMPRESSIBLE and t.numel() > 0]
+        ours = [t for t in ours if t.dtype == ours[0].dtype]
+        compressing = defaults.compression().bits != 32
+        return ours if compressing and len(ours) > 1 and self._reducer is not None else []
+
+    def _allreduce(
+        self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any, layers: tuple[Layer, ...] | None = None
+    ) -> Any:
         """Reduce in place, by us or by whoever can. Only what the user called an all_reduce is compressed."""
         self._check_usable()
         reduction = reduction_name(opts.reduceOp)
@@ -178,7 +207,7 @@ class ProcessGroupCGX(CarriedCollectives):
             return self._allreduce_by_gloo(operation, tensor, result, reduction, opts)
         timeout_ms = _milliseconds(opts.timeout, self._timeout)
         asynchronous = getattr(opts, "asyncOp", True)
-        request = Request(operation, tensor, result, reduction, compression, timeout_ms, asynchronous)
+        request = Request(operation, tensor, result, reduction, compression, timeout_ms, asynchronous, layers)
         return self._profiled(request) if _is_profiled() else self._reducer.submit(request)
 
     def _is_ours(self, tensor: Tensor, reduction: str) -> bool:
@@ -392,6 +421,9 @@ def _close(reference: weakref.ref[ProcessGroupCGX]) -> None:
 def _close_all() -> None:
     for group in live_groups():
         group.shutdown()
+    if finalises_at_exit():
+        for group in list(_groups):
+            group.hang_up()
 
 
 def _after_fork() -> None:

@@ -49,7 +49,7 @@ class Settings:
     seed: int = 0  # of stochastic rounding; 64 bits
     fusion_nbytes: int = 64 << 20  # bytes of values; the most one program handles: bounds the staging memory
     inner_communicator: str = "SHM"  # carries messages within a node
-    cross_communicator: str = "GLOO"  # carries messages between nodes
+    cross_communicator: str | None = None  # carries messages between nodes; None: MPI under mpirun, else GLOO
     inner_reduction: str = "SRA"  # the algorithm within a node
     cross_reduction: str = "SRA"  # the algorithm between nodes
     intra_broadcast: bool = True  # True: one rank of each node speaks for it
@@ -66,7 +66,7 @@ class Settings:
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """The settings that the variables (of this process, where no mapping is given) ask for."""
         read = _Reader(os.environ if environ is None else environ)
-        transports = ("SHM", "MPI", "NCCL", "GLOO")
+        transports = ("GLOO", "MPI")
         reductions = ("SRA", "RING")
         return cls(
             skip_incomplete=read.flag("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False),
@@ -74,16 +74,20 @@ class Settings:
             stochastic=read.flag("CGX_COMPRESSION_STOCHASTIC", False),
             seed=read.integer("CGX_COMPRESSION_SEED", 0, 0, 2**64 - 1),
             fusion_nbytes=read.integer("CGX_FUSION_BUFFER_SIZE_MB", 64, 1, 65536) << 20,
-            inner_communicator=read.choice("CGX_INNER_COMMUNICATOR_TYPE", "SHM", ("SHM",), transports),
-            cross_communicator=read.choice("CGX_CROSS_COMMUNICATOR_TYPE", "GLOO", ("GLOO",), transports[1:]),
-            inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", ("SRA",), reductions),
-            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", ("SRA",), reductions),
-            intra_broadcast=read.choice("CGX_INTRA_BROADCAST", "1", ("1",), ("0", "1")) == "1",
-            intra_compress=read.choice("CGX_INTRA_COMPRESS", "1", ("1",), ("0", "1")) == "1",
+            inner_communicator=read.choice("CGX_INNER_COMMUNICATOR_TYPE", "SHM", ("SHM", *transports), ("NCCL",)),
+            cross_communicator=read.optional_choice("CGX_CROSS_COMMUNICATOR_TYPE", transports, ("NCCL",)),
+            inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", reductions, ()),
+            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", reductions, ()),
+            intra_broadcast=read.flag("CGX_INTRA_BROADCAST", True),
+            intra_compress=read.flag("CGX_INTRA_COMPRESS", True),
             node_id=read.text("CGX_NODE_ID"),
             num_threads=read.optional_integer("CGX_NUM_THREADS", 1, 256),
             simd=read.optional_choice("CGX_SIMD", _SIMD, _SIMD),
         )
+
+    def message_transport(self, one_host: bool) -> str | None:
+        """What carries the messages of a group that does not go over shared memory; None: see cross_communicator."""
+        return self.inner_communicator if one_host and self.inner_communicator != "SHM" else self.cross_communicator
 
     def fingerprint(self) -> dict[str, object]:
         """What all ranks of a group must share, in types that JSON has."""

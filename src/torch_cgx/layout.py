@@ -1,7 +1,7 @@
-"""How one flat tensor of consecutive layers is cut: into slices, one chunk a rank, and pieces of layers.
+"""How one flat tensor of consecutive layers is cut: into slices, chunks and pieces of layers.
 
 Pure arithmetic on shapes and settings, the same on every rank: no values, no ranks' own state, no I/O. A
-slice is what one program handles; a chunk is the share of it that one rank reduces; a piece is the part of a
+slice is what one program handles; a chunk is the part of it that one rank reduces; a piece is the part of a
 chunk that lies in one layer, one row of the kernels' table. Cuts lie at layers' ends or at multiples of the
 quantizer's `cut_numel` from a layer's start, so that no block and no byte of levels is ever divided.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from torch_cgx.kernels import Piece
-from torch_cgx.quantizers import Quantizer
+from torch_cgx.quantizers import Identity, Quantizer
 
 __all__ = ["Chunk", "Layer", "Layout", "Piece", "Slice", "make_layout"]
 
@@ -27,17 +27,32 @@ class Layer:
     quantizer: Quantizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunk:
-    """The share of a slice that one rank reduces. Its payload fills a slot; 0 bytes where it is empty."""
+    """The part of a slice that one rank reduces. Its payload fills a slot; 0 bytes where it is empty."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # consecutive values
     nbytes: int
+    itemsize: int  # bytes of a value
+
+    @cached_property
+    def exact(self) -> Chunk:
+        """The same values as one raw piece, whatever their quantizers are: how exact payloads are coded."""
+        if not self.pieces:
+            return self
+        raw = Identity()
+        numel = sum(piece.numel for piece in self.pieces)
+        piece = Piece(self.pieces[0].offset, numel, raw.bits, raw.block, raw.raw_tail(numel), payload=0)
+        return Chunk((piece,), raw.payload_nbytes(numel, self.itemsize), self.itemsize)
+
+    def coded(self, exact: bool) -> Chunk:
+        """The pieces and the length of this chunk's payload in one of the two codings."""
+        return self.exact if exact else self
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one program handles: one chunk a rank."""
+    """What one program handles."""
 
     chunks: tuple[Chunk, ...]
 
@@ -54,12 +69,13 @@ class Layout:
     slices: tuple[Slice, ...]
 
 
-def make_layout(layers: Sequence[Layer], world: int, itemsize: int, slice_nbytes: int) -> Layout:
-    """Cut consecutive layers of one flat tensor with values of `itemsize` bytes for `world` ranks.
+def make_layout(layers: Sequence[Layer], n_chunks: int, itemsize: int, slice_nbytes: int) -> Layout:
+    """Cut consecutive layers of one flat tensor with values of `itemsize` bytes into slices of `n_chunks` chunks.
 
-    A slice covers at most `slice_nbytes` of values, but at least one cut unit.
+    How many chunks a slice has is for the algorithm to say: SRA has one a rank. A slice covers at most `slice_nbytes`
+    of values, but at least one cut unit.
     """
-    return _make_layout(tuple(layers), world, itemsize, slice_nbytes)
+    return _make_layout(tuple(layers), n_chunks, itemsize, slice_nbytes)
 
 
 class _Span(NamedTuple):
@@ -71,9 +87,9 @@ class _Span(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _make_layout(layers: tuple[Layer, ...], world: int, itemsize: int, slice_nbytes: int) -> Layout:
-    if world < 1:
-        raise ValueError(f"world: expected at least 1 rank, got {world}")
+def _make_layout(layers: tuple[Layer, ...], n_chunks: int, itemsize: int, slice_nbytes: int) -> Layout:
+    if n_chunks < 1:
+        raise ValueError(f"n_chunks: expected at least 1, got {n_chunks}")
     if itemsize < 1:
         raise ValueError(f"itemsize: expected at least 1 byte, got {itemsize}")
     if slice_nbytes < 1:
@@ -82,7 +98,7 @@ def _make_layout(layers: tuple[Layer, ...], world: int, itemsize: int, slice_nby
         if layer.numel < 0:
             raise ValueError(f"numel of a layer: expected 0 or more, got {layer.numel}")
     slices = _cut_slices(layers, slice_nbytes // itemsize)
-    return Layout(tuple(_cut_chunks(spans, world, itemsize) for spans in slices))
+    return Layout(tuple(_cut_chunks(spans, n_chunks, itemsize) for spans in slices))
 
 
 def _cut_slices(layers: tuple[Layer, ...], slice_numel: int) -> Iterator[list[_Span]]:
@@ -109,8 +125,8 @@ def _cut_slices(layers: tuple[Layer, ...], slice_numel: int) -> Iterator[list[_S
         yield spans
 
 
-def _cut_chunks(spans: list[_Span], world: int, itemsize: int) -> Slice:
-    """One chunk a rank, as near to the same number of payload bytes as the cuts allow."""
+def _cut_chunks(spans: list[_Span], n_chunks: int, itemsize: int) -> Slice:
+    """So many chunks, as near to the same number of payload bytes as the cuts allow."""
     total = sum(span.quantizer.payload_nbytes(span.numel, itemsize) for span in spans)
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
@@ -121,9 +137,9 @@ def _cut_chunks(spans: list[_Span], world: int, itemsize: int) -> Slice:
         start = 0
         while start < span.numel:
             end = span.numel
-            # Chunk c ends where (c + 1) / world of all bytes lie before; the last chunk takes what is left.
-            if len(chunks) < world - 1:
-                boundary = max(0, total * (len(chunks) + 1) // world - before)
+            # Chunk c ends where (c + 1) / n_chunks of all bytes lie before; the last chunk takes what is left.
+            if len(chunks) < n_chunks - 1:
+                boundary = max(0, total * (len(chunks) + 1) // n_chunks - before)
                 if boundary < span_nbytes:
                     end = max(start, _nearest_cut(span, boundary, itemsize))
             if end > start:
@@ -132,11 +148,11 @@ def _cut_chunks(spans: list[_Span], world: int, itemsize: int) -> Slice:
                 nbytes += piece_nbytes
                 start = end
             if start < span.numel:
-                chunks.append(Chunk(tuple(pieces), nbytes))
+                chunks.append(Chunk(tuple(pieces), nbytes, itemsize))
                 pieces, nbytes = [], 0
         before += span_nbytes
-    chunks.append(Chunk(tuple(pieces), nbytes))
-    chunks.extend([Chunk((), 0)] * (world - len(chunks)))
+    chunks.append(Chunk(tuple(pieces), nbytes, itemsize))
+    chunks.extend([Chunk((), 0, itemsize)] * (n_chunks - len(chunks)))
     return Slice(tuple(chunks))
 
 

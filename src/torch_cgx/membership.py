@@ -21,6 +21,7 @@ from torch_cgx.config import Settings
 from torch_cgx.errors import MismatchError, SharedMemoryError
 from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.kernels.cpu import available, means, thread_count
+from torch_cgx.transports.factory import check_choice
 from torch_cgx.version import __version__
 
 __all__ = ["Membership", "agree", "join", "open_shared_group"]
@@ -49,12 +50,15 @@ class Membership:
         return self.nodes.count(self.nodes[rank])
 
 
-def agree(store: Store, rank: int, read_settings: Callable[[], Settings]) -> Settings:
+def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Settings]) -> Settings:
     """This rank's settings; a mistake in them is told to the peers before it is raised here."""
     try:
         settings = read_settings()
         if available():
             means(settings.simd)  # raises where this processor lacks the level
+        if world > 1:
+            check_choice("CGX_INNER_COMMUNICATOR_TYPE", settings.inner_communicator)
+            check_choice("CGX_CROSS_COMMUNICATOR_TYPE", settings.cross_communicator)
         return settings
     except ValueError as error:
         store.set(f"member/{rank}", json.dumps({"mistake": str(error)}))
@@ -113,7 +117,8 @@ def open_shared_group(
         group.close()
     if rank == 0:
         _log.warning(
-            "torch_cgx goes over Gloo instead of shared memory, which is several times slower: rank %d reports: %s",
+            "torch_cgx sends messages (Gloo, or MPI under mpirun) instead of sharing memory, which is several times "
+            "slower: rank %d reports: %s",
             global_ranks[first],
             problems[first],
         )

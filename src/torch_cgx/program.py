@@ -2,8 +2,9 @@
 
 A program is a tuple of steps over named payload slots. Slot names are each rank's own; a payload keeps its
 name when it is sent, so that a receive meets the send of the same slot by that peer. A send never waits, a
-receive waits for its send. `algorithms` makes programs and `executors` run them; nothing here touches values
-or carries bytes.
+receive waits for its send. A payload is compressed, or exact: raw values. Who writes a slot says which, and who
+reads it follows. `algorithms` makes programs and `executors` run them; nothing here touches values or carries
+bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch_cgx.errors import ProgramError
 
 __all__ = [
+    "Add",
+    "Combine",
     "Decode",
     "Encode",
+    "Message",
     "Program",
     "Receive",
     "Reduce",
@@ -35,9 +39,10 @@ class Encode:
 
     chunk: int
     slot: str
+    exact: bool = False
 
     def __str__(self) -> str:
-        return f"encode  chunk {self.chunk} into {self.slot}"
+        return f"encode  chunk {self.chunk} into {self.slot}{_exactly(self.exact)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +69,45 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum up a chunk: my values, then the inputs, decoded, in this order; scaled.
+    """Sum up a chunk: my values, then the inputs, decoded, in this order; scaled, unless others are still to come.
 
-    The sum is encoded into a slot, and what that decodes to becomes my values.
+    The sum is encoded into a slot, and what that decodes to becomes my values. The inputs are coded as the slot is.
     """
 
     inputs: tuple[str, ...]
     chunk: int
     slot: str
+    final: bool = True
+    exact: bool = False
 
     def __str__(self) -> str:
-        return f"reduce  chunk {self.chunk} with {', '.join(self.inputs) or 'nothing'} into {self.slot}"
+        what = f"chunk {self.chunk} with {', '.join(self.inputs) or 'nothing'} into {self.slot}"
+        return f"reduce  {what}{_exactly(self.exact)}{'' if self.final else ', unscaled'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Decode a slot and add it to my values of a chunk."""
+
+    slot: str
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"add     {self.slot} to chunk {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """My values of a chunk become the sum of the inputs, decoded, in this order; scaled, and rounded once.
+
+    My own contribution is one of the inputs, so that whoever combines the same payloads ends with the same bits.
+    """
+
+    inputs: tuple[str, ...]
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"combine {', '.join(self.inputs) or 'nothing'} over chunk {self.chunk}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +121,27 @@ class Decode:
         return f"decode  {self.slot} over chunk {self.chunk}"
 
 
-Step: TypeAlias = Encode | Send | Receive | Reduce | Decode
+Step: TypeAlias = Encode | Send | Receive | Reduce | Add | Combine | Decode
 Program: TypeAlias = tuple[Step, ...]
+
+
+def _exactly(exact: bool) -> str:
+    return ", exact" if exact else ""
 
 
 def format_program(program: Program) -> str:
     """One numbered line a step."""
     width = len(str(len(program)))
     return "\n".join(f"{number:>{width}}  {step}" for number, step in enumerate(program, start=1))
+
+
+class Message(NamedTuple):
+    """A payload on its way."""
+
+    sender: int
+    receiver: int
+    chunk: int
+    exact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +151,25 @@ class Report:
     quantizations: dict[int, int]  # by chunk: how often the contribution that suffers most is quantized
     messages: tuple[int, ...]  # by rank: how many it sends
     sent_nbytes: tuple[int, ...] | None  # by rank; None where the chunks' sizes were not told
+    sent: tuple[Message, ...]  # all of them, by sender
 
 
-def check(programs: Sequence[Program], chunk_nbytes: Sequence[int] | None = None) -> Report:
+def check(
+    programs: Sequence[Program],
+    chunk_nbytes: Sequence[int] | None = None,
+    exact_nbytes: Sequence[int] | None = None,
+) -> Report:
     """Prove that the programs of ranks 0, 1, ... make one allreduce; raise `ProgramError` if they do not.
 
     1. Every receive meets exactly one send, and every send one receive.
-    2. Run without values, no rank waits for ever, and no slot is read before it is written or written twice.
-    3. No sum counts a contribution twice.
-    4. In the end every rank holds every chunk that anybody touched, all from the same payload, and that
-       payload sums the contributions of all ranks.
+    2. Run without values, no rank waits for ever, no slot is read before it is written or written twice, and what
+       is summed in one step is coded alike.
+    3. No sum counts a contribution twice, and none is scaled twice or added to once it is scaled.
+    4. In the end every rank holds every chunk that anybody touched, all from the same payload, or from the same
+       payloads combined in the same order; and that is the sum of the contributions of all ranks, scaled.
 
-    A chunk that no program touches is empty and needs nothing.
+    A chunk that no program touches is empty and needs nothing. `chunk_nbytes` and `exact_nbytes` are the lengths of
+    the chunks' payloads, compressed and exact.
     """
     _check_messages(programs)
     ranks = [_Rank(rank, program) for rank, program in enumerate(programs)]
@@ -124,8 +177,25 @@ def check(programs: Sequence[Program], chunk_nbytes: Sequence[int] | None = None
     quantizations = _check_results(ranks)
     sent_nbytes = None
     if chunk_nbytes is not None:
-        sent_nbytes = tuple(sum(chunk_nbytes[chunk] for chunk in rank.sent_chunks) for rank in ranks)
-    return Report(quantizations, tuple(len(rank.sent_chunks) for rank in ranks), sent_nbytes)
+        if exact_nbytes is None and any(message.exact for rank in ranks for message in rank.sent):
+            raise ValueError(
+                "exact_nbytes: expected the lengths of exact payloads, which these programs send, got None"
+            )
+        sizes = (chunk_nbytes, exact_nbytes or ())
+        sent_nbytes = tuple(sum(sizes[message.exact][message.chunk] for message in rank.sent) for rank in ranks)
+    sent = tuple(message for rank in ranks for message in rank.sent)
+    return Report(quantizations, tuple(len(rank.sent) for rank in ranks), sent_nbytes, sent)
+
+
+class _Origin(NamedTuple):
+    """Where the bits of values come from. The same origin means the same bits."""
+
+    payloads: tuple[tuple[int, str], ...]  # by the rank and slot that first held them
+    combined: bool = False
+
+    def __str__(self) -> str:
+        names = ", ".join(f"slot {slot} of rank {rank}" for rank, slot in self.payloads)
+        return f"the combination of {names}" if self.combined else f"the payload of {names}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +204,9 @@ class _Content:
 
     chunk: int
     quantizations: dict[int, int]  # by contributing rank: how often its share was quantized
-    origin: tuple[int, str] | None  # the rank and slot that first held the payload; None: not encoded
+    origin: _Origin | None = None  # None: values of a rank's own
+    scaled: bool = False
+    exact: bool = False  # how the payload is coded
 
 
 @dataclass(slots=True)
@@ -146,7 +218,7 @@ class _Rank:
     position: int = 0
     slots: dict[str, _Content] = field(default_factory=dict)
     values: dict[int, _Content] = field(default_factory=dict)
-    sent_chunks: list[int] = field(default_factory=list)
+    sent: list[Message] = field(default_factory=list)
 
     def fail(self, problem: str) -> ProgramError:
         step = self.program[self.position]
@@ -169,17 +241,38 @@ class _Rank:
         self.slots[slot] = content
 
     def value(self, chunk: int) -> _Content:
-        return self.values.get(chunk) or _Content(chunk, {self.rank: 0}, None)
+        return self.values.get(chunk) or _Content(chunk, {self.rank: 0})
 
-    def encoded(self, contents: Iterable[_Content], chunk: int, slot: str) -> _Content:
-        """The sum of these, quantized once more."""
+    def inputs(self, slots: Iterable[str], chunk: int, exact: bool) -> list[_Content]:
+        contents = []
+        for slot in slots:
+            content = self.read_chunk(slot, chunk)
+            if content.exact != exact:
+                raise self.fail(f"slot {slot} is {_coding(content.exact)}, and the others are {_coding(exact)}")
+            contents.append(content)
+        return contents
+
+    def total(self, contents: Iterable[_Content], chunk: int, scaled: bool, origin: _Origin | None = None) -> _Content:
+        """The sum of these, not encoded."""
         quantizations: dict[int, int] = {}
-        for content in contents:
+        parts = list(contents)
+        for content in parts:
             for contributor, times in content.quantizations.items():
                 if contributor in quantizations:
                     raise self.fail(f"the contribution of rank {contributor} is summed twice")
-                quantizations[contributor] = times + 1
-        return _Content(chunk, quantizations, (self.rank, slot))
+                quantizations[contributor] = times
+        if any(content.scaled for content in parts):
+            raise self.fail("what is summed up was scaled already")
+        return _Content(chunk, quantizations, origin, scaled)
+
+    def encoded(self, content: _Content, slot: str, exact: bool) -> _Content:
+        """This, quantized once more, unless it is exact."""
+        quantizations = {rank: times + (not exact) for rank, times in content.quantizations.items()}
+        return _Content(content.chunk, quantizations, _Origin(((self.rank, slot),)), content.scaled, exact)
+
+
+def _coding(exact: bool) -> str:
+    return "exact" if exact else "compressed"
 
 
 def _check_messages(programs: Sequence[Program]) -> None:
@@ -215,8 +308,8 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
             step = rank.program[rank.position]
             if isinstance(step, Send):
                 message = (rank.rank, step.peer, step.slot)
-                messages[message] = rank.read(step.slot)
-                rank.sent_chunks.append(messages[message].chunk)
+                content = messages[message] = rank.read(step.slot)
+                rank.sent.append(Message(rank.rank, step.peer, content.chunk, content.exact))
                 if message in waiting_for:
                     runnable.append(waiting_for.pop(message))
             elif isinstance(step, Receive):
@@ -232,16 +325,27 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
         raise _circular_wait(list(waiting_for.values()))
 
 
-def _compute(rank: _Rank, step: Encode | Reduce | Decode) -> None:
+def _compute(rank: _Rank, step: Encode | Reduce | Add | Combine | Decode) -> None:
+    chunk = step.chunk
     if isinstance(step, Encode):
-        rank.write(step.slot, rank.encoded([rank.value(step.chunk)], step.chunk, step.slot))
+        rank.write(step.slot, rank.encoded(rank.value(chunk), step.slot, step.exact))
     elif isinstance(step, Reduce):
-        inputs = [rank.read_chunk(slot, step.chunk) for slot in step.inputs]
-        total = rank.encoded([rank.value(step.chunk), *inputs], step.chunk, step.slot)
+        inputs = rank.inputs(step.inputs, chunk, step.exact)
+        total = rank.encoded(rank.total([rank.value(chunk), *inputs], chunk, step.final), step.slot, step.exact)
         rank.write(step.slot, total)
-        rank.values[step.chunk] = total
+        rank.values[chunk] = total
+    elif isinstance(step, Add):
+        rank.values[chunk] = rank.total([rank.value(chunk), rank.read_chunk(step.slot, chunk)], chunk, scaled=False)
+    elif isinstance(step, Combine):
+        if not step.inputs:
+            raise rank.fail("expected at least one slot")
+        inputs = rank.inputs(step.inputs, chunk, rank.read(step.inputs[0]).exact)
+        origin = _Origin(
+            tuple(payload for content in inputs if content.origin for payload in content.origin.payloads), True
+        )
+        rank.values[chunk] = rank.total(inputs, chunk, True, origin)
     else:
-        rank.values[step.chunk] = rank.read_chunk(step.slot, step.chunk)
+        rank.values[chunk] = rank.read_chunk(step.slot, chunk)
 
 
 def _circular_wait(stuck: Sequence[_Rank]) -> ProgramError:
@@ -263,7 +367,7 @@ def _check_results(ranks: Sequence[_Rank]) -> dict[int, int]:
     everybody = set(range(len(ranks)))
     quantizations: dict[int, int] = {}
     steps = (step for rank in ranks for step in rank.program)
-    touched = {step.chunk for step in steps if isinstance(step, (Encode, Reduce, Decode))}
+    touched = {step.chunk for step in steps if not isinstance(step, (Send, Receive))}
     for chunk in sorted(touched):
         results = [rank.value(chunk) for rank in ranks]
         for rank, result in enumerate(results):
@@ -271,17 +375,13 @@ def _check_results(ranks: Sequence[_Rank]) -> dict[int, int]:
                 raise ProgramError(f"chunk {chunk}: rank {rank} ends with its own values, not with the sum")
             if result.origin != results[0].origin:
                 raise ProgramError(
-                    f"chunk {chunk}: the bits differ: rank 0 ends with the payload of {_name(results[0])}, "
-                    f"rank {rank} with that of {_name(result)}"
+                    f"chunk {chunk}: the bits differ: rank 0 ends with {results[0].origin}, "
+                    f"rank {rank} with {result.origin}"
                 )
         missing = sorted(everybody - results[0].quantizations.keys())
         if missing:
             raise ProgramError(f"chunk {chunk}: the sum misses the contributions of ranks {missing}")
+        if not results[0].scaled:
+            raise ProgramError(f"chunk {chunk}: the sum is never scaled: expected a final reduce or a combine")
         quantizations[chunk] = max(results[0].quantizations.values())
     return quantizations
-
-
-def _name(content: _Content) -> str:
-    assert content.origin is not None
-    rank, slot = content.origin
-    return f"slot {slot} of rank {rank}"

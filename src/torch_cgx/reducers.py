@@ -17,18 +17,30 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from torch_cgx.algorithms import Topology
 from torch_cgx.calls import collective_call
 from torch_cgx.config import Compression, Settings
 from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
 from torch_cgx.kernels import Rounding
 from torch_cgx.layers import LayerTable
-from torch_cgx.layout import make_layout
+from torch_cgx.layout import Layer, make_layout
 from torch_cgx.work import Completions, JobWork, PolledWork, SharedWork
 
-__all__ = ["MessageReducer", "Reducer", "Request", "SharedReducer"]
+__all__ = ["MessageReducer", "Place", "Reducer", "Request", "SharedReducer", "message_slice_nbytes"]
 
 _PREPARED = 1024  # kept a group; a training has a few dozen shapes
+
+# Over messages an operation is cut into about so many slices, which overlap. More of them would leave the link idle for
+# a shorter time at both ends, but each costs some 0.2 ms of Python. Several are under way at once, and their payloads
+# lie in memory, so that one is a part of the fusion buffer at most.
+_SLICES = 16
+_LEAST_SLICE_NBYTES = 2 << 20
+_SLICES_OF_FUSION_BUFFER = 8
+
+# Everybody sends everything to all where this many bytes of values, times the ranks, or fewer are reduced: one message
+# instead of two that wait for each other.
+_TINY_NBYTES = 256 << 10
 
 
 @dataclass(slots=True)
@@ -42,6 +54,7 @@ class Request:
     compression: Compression
     timeout_ms: int
     asynchronous: bool  # False: the caller waits at once
+    layers: tuple[Layer, ...] | None = None  # what the tensor consists of; None: as registered
 
 
 class Reducer(Protocol):
@@ -63,6 +76,9 @@ class Place:
     settings: Settings
     layers: LayerTable
     completions: Completions
+
+    def cut(self, request: Request) -> tuple[Layer, ...]:
+        return request.layers or self.layers.cut(request.tensor.numel(), request.compression, self.settings)
 
     def scale(self, reduction: str) -> float:
         return 1.0 / self.world if reduction == "AVG" else 1.0
@@ -92,7 +108,7 @@ class SharedReducer:
             increment_version(tensor)  # autograd shall notice that values it saved have changed
         key = (
             *(request.operation, tensor.shape, tensor.stride(), tensor.dtype),
-            *(request.reduction, request.compression, self._place.layers.version),
+            *(request.reduction, request.compression, request.layers, self._place.layers.version),
         )
         prepared = self._prepared.get(key) or self._prepare(key, request)
         with self._lock:
@@ -121,8 +137,8 @@ class SharedReducer:
     def _prepare(self, key: object, request: Request) -> Prepared:
         tensor, compression, place = request.tensor, request.compression, self._place
         exact = compression.bits == 32
-        layers = place.layers.cut(tensor.numel(), compression, place.settings)
-        plain = place.layers.find(tensor.numel()) is None  # all of it is told by bits and block
+        layers = place.cut(request)
+        plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
         call = collective_call(
             request.operation,
             tensor.dtype,
@@ -176,8 +192,10 @@ class SharedReducer:
 class MessageReducer:
     """Hands requests to the message executor."""
 
-    def __init__(self, executor: MessageExecutor, place: Place) -> None:
+    def __init__(self, executor: MessageExecutor, topology: Topology, place: Place) -> None:
         self._executor = executor
+        self._topology = topology
+        self._tiny_topology = Topology.flat("ALL_TO_ALL", place.world)
         self._place = place
         self._lock = threading.Lock()
         self._sequence = 0
@@ -187,14 +205,18 @@ class MessageReducer:
         tensor, compression, place = request.tensor, request.compression, self._place
         increment_version(tensor)
         flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
-        layers = place.layers.cut(tensor.numel(), compression, place.settings)
-        layout = make_layout(layers, place.world, tensor.element_size(), place.settings.fusion_nbytes)
+        layers = place.cut(request)
+        nbytes = tensor.numel() * tensor.element_size()
+        slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes)
+        topology = self._tiny_topology if nbytes * place.world <= _TINY_NBYTES else self._topology
+        layout = make_layout(layers, topology.n_chunks, tensor.element_size(), slice_nbytes)
         facts = (request.operation, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), request.reduction)
         with self._lock:
             self._sequence += 1
             rounding = Rounding(place.settings.stochastic, place.settings.seed, self._sequence)
             agreed = stable_hash((*facts, layers))
-            job = self._executor.allreduce(flat, layout, place.scale(request.reduction), rounding, agreed)
+            scale = place.scale(request.reduction)
+            job = self._executor.allreduce(flat, layout, topology, scale, rounding, agreed)
             self._counts["operations"] += 1
             self._counts["compressed_operations"] += compression.bits != 32
             self._counts["bytes_before"] += tensor.numel() * tensor.element_size()
@@ -212,6 +234,11 @@ class MessageReducer:
 
     def close(self) -> None:
         self._executor.close()
+
+
+def message_slice_nbytes(nbytes: int, fusion_nbytes: int) -> int:
+    """The most values, in bytes, of one slice of an operation over messages."""
+    return min(-(-fusion_nbytes // _SLICES_OF_FUSION_BUFFER), max(_LEAST_SLICE_NBYTES, -(-nbytes // _SLICES)))
 
 
 def stable_hash(facts: Sequence[object]) -> int:

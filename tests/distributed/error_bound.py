@@ -1,4 +1,4 @@
-"""How far a compressed sum may be from the exact one: the design's bound for one block, carried through SRA.
+"""How far a compressed sum may be from the exact one: the design's bound for one block, carried through an algorithm.
 
 Worked out from the inputs alone, in float64, and not from any of the library's code.
 """
@@ -41,6 +41,27 @@ def error_bound(
     smallest = {torch.float16: 2.0**-25}.get(dtype, 2.0**-140)  # half the step of subnormal numbers
     error = error + largest * torch.finfo(dtype).eps / 2 + smallest
     return total, error
+
+
+def bound_by_quantizations(
+    inputs: Sequence[Tensor], bits: int, block: int, quantizations: int, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The same for any algorithm that quantizes a contribution at most so many times, and a little wider.
+
+    A payload of a sum of some contributions is off by half a unit, and its unit is at most the spreads of those
+    contributions together over the number of levels, for what is decoded is never outside of what was encoded. A
+    contribution is in as many payloads as it is quantized. Beside it, each payload costs a few roundings in float32,
+    and each sum so far may be rounded to the dtype.
+    """
+    wide = [x.double() for x in inputs]
+    spread, magnitude = torch.zeros_like(wide[0]), torch.zeros_like(wide[0])
+    for x in wide:
+        lo, hi = _extremes(x, block)
+        spread += hi - lo
+        magnitude += torch.maximum(lo.abs(), hi.abs())
+    error = quantizations * (0.5 * spread / (2**bits - 1) + 2.0**-20 * magnitude)
+    error += (len(inputs) + 1) * torch.finfo(inputs[0].dtype).eps * magnitude
+    return torch.stack(wide).sum(0) * scale, error * scale
 
 
 def _off(lo: Tensor, hi: Tensor, bits: int, rounding: float) -> Tensor:

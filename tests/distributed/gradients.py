@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.error_bound import error_bound
+from distributed.error_bound import bound_by_quantizations, error_bound
 from distributed.harness import Rank
 
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
@@ -32,9 +32,22 @@ def digest(x: Tensor) -> str:
     return hashlib.sha1(x.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def within_bound(x: Tensor, world: int, bits: int, block: int = 512, average: bool = False, **more: float) -> None:
+def within_bound(
+    x: Tensor,
+    world: int,
+    bits: int,
+    block: int = 512,
+    average: bool = False,
+    quantizations: int | None = None,
+    **more: float,
+) -> None:
+    """Of the sum of all ranks' noise; by SRA among all ranks, or with so many quantizations by any algorithm."""
     inputs = [noise(r, x.numel(), x.dtype) for r in range(world)]
-    expected, allowed = error_bound(inputs, bits, block, 1 / world if average else 1.0, **more)
+    scale = 1 / world if average else 1.0
+    if quantizations is None:
+        expected, allowed = error_bound(inputs, bits, block, scale, **more)
+    else:
+        expected, allowed = bound_by_quantizations(inputs, bits, block, quantizations, scale)
     error = (x.double() - expected).abs()
     excess = (error / (allowed * SLACK)).max().item()
     assert excess <= 1.0, f"{bits} bits, {x.dtype}, {x.numel()} values: error {excess:.3f} times the bound"

@@ -52,6 +52,7 @@ def compressed_sums(me: Rank, shared: bool, check: bool = True) -> list[str]:
         for numel in SIZES[(bits + index) % 3 :: 3]
     ]
     cases += [(bits, DTYPES[bits % 3], bits % 2 == 0, LARGE) for bits in range(1, 9)]
+    assert len(cases) > 80
     digests: list[str] = []
     for bits, dtype, average, numel in cases:
         os.environ[BITS] = str(bits)
@@ -65,17 +66,17 @@ def compressed_sums(me: Rank, shared: bool, check: bool = True) -> list[str]:
 
 @needs_native
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_messages_give_the_bits_of_shared_memory_on_all_ranks(world: int) -> None:
+def test_messages_give_all_ranks_the_same_bits_and_large_tensors_those_of_shared_memory(world: int) -> None:
+    """Small ones go all to all, which quantizes once instead of twice."""
     first, *others = run_ranks(compressed_sums, world, "cgx", False, rank_env=apart(world))
-    assert len(first) > 80
     assert all(other == first for other in others)
-    assert run_ranks(compressed_sums, world, "cgx", True, False)[0] == first
+    assert run_ranks(compressed_sums, world, "cgx", True, False)[0][-8:] == first[-8:]
 
 
 def stochastic_sums(me: Rank, shared: bool) -> list[str]:
     assert uses_shared_memory() is shared
     digests = []
-    for numel in (16, 513, 20_001, 20_001):
+    for numel in (16, 513, 100_003, 100_003):
         x = noise(me.rank, numel)
         dist.all_reduce(x)
         within_bound(x, me.world, 4, rounding=1.0)
@@ -89,7 +90,7 @@ def test_stochastic_rounding_rolls_the_same_dice_over_messages() -> None:
     first, *others = run_ranks(stochastic_sums, 3, "cgx", False, env=env, rank_env=apart(3))
     assert first[2] != first[3]  # each operation rolls its own
     assert all(other == first for other in others)
-    assert run_ranks(stochastic_sums, 3, "cgx", True, env=env)[0] == first
+    assert run_ranks(stochastic_sums, 3, "cgx", True, env=env)[0][2:] == first[2:]
 
 
 def in_slices(me: Rank) -> str:
@@ -405,7 +406,7 @@ def test_one_rank_without_the_native_library_has_the_same_bits_and_warns_once() 
     assert all(outcome.ok for outcome in outcomes), describe(outcomes)
     first, *others = (outcome.value for outcome in outcomes)
     assert all(other == first for other in others)
-    assert run_ranks(compressed_sums, 3, "cgx", True, False)[0] == first
+    assert run_ranks(compressed_sums, 3, "cgx", True, False)[0][-8:] == first[-8:]
     log = "".join(outcome.log for outcome in outcomes)
     assert log.count("has no native library") == 1, log
     assert log.count("torch_cgx") == outcomes[1].log.count("torch_cgx") > 0

@@ -45,6 +45,10 @@ def test_a_size_is_bytes_with_powers_of_1024(text: str, nbytes: int) -> None:
         (["--sizes", "6"], "multiple of 4"),
         (["--sizes", "5", "--dtype", "float16"], "multiple of 2"),
         (["--nproc", "1"], "from 2 to"),
+        (["--nproc", "0", "--nodes", "2"], "from 1 to"),
+        (["--nodes", "1"], "from 2 to 64"),
+        (["--rate", "1gbit"], "--nodes"),
+        (["--rate", "fast", "--nodes", "2"], "1mbit to 100gbit"),
         (["--bucket-size", "0"], "from 1 to 65536"),
         (["--dtype", "int8"], "float32"),
         (["--against", "smoke"], "gloo"),
@@ -100,6 +104,7 @@ def test_doctor_prints_json_with_the_settings_in_force(capsys: Capture, monkeypa
     assert (facts["schema"], facts["schema_version"]) == ("cgx-doctor", 1)
     assert facts["settings"]["bits"] == 4
     assert facts["machine"]["cores"] >= 1
+    assert facts["transports"]["GLOO"] == "available" and "MPI" in facts["transports"]
 
 
 def test_doctor_names_a_variable_that_must_be_fixed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +149,9 @@ def test_p95_is_a_sample_that_95_percent_do_not_exceed() -> None:
     assert report.quantile([1.0, 2.0], 0.95) == 2.0
 
 
-def rank_cell(backend: str, nbytes: int, op_ns: list[list[int]]) -> dict[str, Any]:
+def rank_cell(
+    backend: str, nbytes: int, op_ns: list[list[int]], link_nbytes: tuple[int, int] = (0, 0)
+) -> dict[str, Any]:
     """What one rank reports of one size and backend."""
     check = {
         "relative_error": 0.1,
@@ -160,6 +167,7 @@ def rank_cell(backend: str, nbytes: int, op_ns: list[list[int]]) -> dict[str, An
         "check": check,
         "ops_per_batch": len(op_ns[0]),
         "op_ns": op_ns,
+        "link_nbytes": list(link_nbytes),
     }
 
 
@@ -192,6 +200,28 @@ def test_bytes_sent_are_counted_for_cgx_and_computed_for_a_ring() -> None:
     ours, gloo = report.merge_cells([cells] * 3, bits=4, bucket_size=1024)
     assert (ours["check"]["sent_nbytes"], ours["check"]["sent_from"]) == (375, "stats")
     assert (gloo["check"]["sent_nbytes"], gloo["check"]["sent_from"]) == (pytest.approx(4000), "ring")
+
+
+def test_share_of_the_limit_is_the_least_time_on_the_slower_direction_over_the_median() -> None:
+    link = {"nodes": 3, "rate": "1gbit", "goodput_bit_per_s": [950e6, 800e6]}
+    cells = [
+        [rank_cell("cgx", 1 << 20, [[4_000_000]], (9, 4)), rank_cell("gloo", 1 << 20, [[20_000_000]])],
+        [rank_cell("cgx", 1 << 20, [[3_000_000]], (5, 11)), rank_cell("gloo", 1 << 20, [[10_000_000]])],
+        [rank_cell("cgx", 1 << 20, [[3_000_000]]), rank_cell("gloo", 1 << 20, [[10_000_000]])],
+    ]
+    ours, gloo = report.merge_cells(cells, bits=4, bucket_size=1024, link=link)
+    assert gloo["limit_nbytes"] == pytest.approx(4 / 3 * (1 << 20))
+    assert gloo["limit_share"] == pytest.approx(4 / 3 * (1 << 20) / 100e6 / 0.020)
+    payload = (1 << 18) // 2 + 8 * 256  # four bits a value, and two floats for each of 256 blocks
+    assert ours["limit_nbytes"] == pytest.approx(4 / 3 * payload)
+    assert ours["limit_share"] == pytest.approx(4 / 3 * payload / 100e6 / 0.004)
+    assert ours["link_nbytes"] == 11
+    on_one_host, _ = report.merge_cells(cells, bits=4, bucket_size=1024)
+    assert "limit_share" not in on_one_host
+
+
+def test_a_payload_is_never_counted_as_more_than_the_values_themselves() -> None:
+    assert report.least_nbytes(2, numel=1, itemsize=4, bits=4, bucket_size=1024) == 4
 
 
 def test_busy_is_compared_with_quiet_by_the_slowest_rank() -> None:

@@ -32,11 +32,18 @@ def test_without_variables_the_defaults_hold_and_nothing_is_compressed() -> None
         ("CGX_COMPRESSION_SEED", "18446744073709551615", "seed", 2**64 - 1),
         ("CGX_FUSION_BUFFER_SIZE_MB", "8", "fusion_nbytes", 8 << 20),
         ("CGX_INNER_COMMUNICATOR_TYPE", "shm", "inner_communicator", "SHM"),
+        ("CGX_INNER_COMMUNICATOR_TYPE", "Gloo", "inner_communicator", "GLOO"),
+        ("CGX_INNER_COMMUNICATOR_TYPE", "MPI", "inner_communicator", "MPI"),
         ("CGX_CROSS_COMMUNICATOR_TYPE", "GLOO", "cross_communicator", "GLOO"),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", "mpi", "cross_communicator", "MPI"),
         ("CGX_INNER_REDUCTION_TYPE", "SRA", "inner_reduction", "SRA"),
+        ("CGX_INNER_REDUCTION_TYPE", "RING", "inner_reduction", "RING"),
         ("CGX_CROSS_REDUCTION_TYPE", "sra", "cross_reduction", "SRA"),
+        ("CGX_CROSS_REDUCTION_TYPE", "Ring", "cross_reduction", "RING"),
         ("CGX_INTRA_BROADCAST", "1", "intra_broadcast", True),
+        ("CGX_INTRA_BROADCAST", "0", "intra_broadcast", False),
         ("CGX_INTRA_COMPRESS", "1", "intra_compress", True),
+        ("CGX_INTRA_COMPRESS", "0", "intra_compress", False),
         ("CGX_NODE_ID", "node-7", "node_id", "node-7"),
         ("CGX_NUM_THREADS", "1", "num_threads", 1),
         ("CGX_SIMD", "scalar", "simd", "scalar"),
@@ -56,15 +63,8 @@ def test_a_variable_sets_its_field_and_no_other(variable: str, value: str, field
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("CGX_INNER_COMMUNICATOR_TYPE", "MPI"),
         ("CGX_INNER_COMMUNICATOR_TYPE", "NCCL"),
-        ("CGX_INNER_COMMUNICATOR_TYPE", "GLOO"),
-        ("CGX_CROSS_COMMUNICATOR_TYPE", "MPI"),
-        ("CGX_CROSS_COMMUNICATOR_TYPE", "NCCL"),
-        ("CGX_INNER_REDUCTION_TYPE", "RING"),
-        ("CGX_CROSS_REDUCTION_TYPE", "Ring"),
-        ("CGX_INTRA_BROADCAST", "0"),
-        ("CGX_INTRA_COMPRESS", "0"),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", "nccl"),
     ],
 )
 def test_what_this_version_does_not_have_is_refused_and_never_ignored(variable: str, value: str) -> None:
@@ -88,7 +88,9 @@ def test_what_this_version_does_not_have_is_refused_and_never_ignored(variable: 
         ("CGX_INNER_COMMUNICATOR_TYPE", "TCP"),
         ("CGX_CROSS_COMMUNICATOR_TYPE", "SHM"),
         ("CGX_INNER_REDUCTION_TYPE", "TREE"),
+        ("CGX_CROSS_REDUCTION_TYPE", "ALL_TO_ALL"),
         ("CGX_INTRA_BROADCAST", "true"),
+        ("CGX_INTRA_COMPRESS", "-1"),
         ("CGX_NUM_THREADS", "0"),
         ("CGX_SIMD", "sse"),
     ],
@@ -152,8 +154,37 @@ def test_the_fingerprint_is_what_ranks_must_share_and_goes_through_json() -> Non
     theirs = Settings(node_id="b", num_threads=4, simd="avx2")
     assert mine.fingerprint() == theirs.fingerprint()
     assert json.loads(json.dumps(mine.fingerprint())) == mine.fingerprint()
-    for name, other in {"seed": 1, "stochastic": True, "minimal_numel": 99, "fusion_nbytes": 1}.items():
+    others = {
+        "seed": 1,
+        "stochastic": True,
+        "minimal_numel": 99,
+        "fusion_nbytes": 1,
+        "inner_communicator": "GLOO",
+        "cross_communicator": "MPI",
+        "inner_reduction": "RING",
+        "cross_reduction": "RING",
+        "intra_broadcast": False,
+        "intra_compress": False,
+    }
+    for name, other in others.items():
         assert Settings(**{name: other}).fingerprint() != mine.fingerprint()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("inner", "cross", "on_one_host", "on_several"),
+    [
+        ("SHM", None, None, None),  # None: found out from how the ranks were started
+        ("SHM", "MPI", "MPI", "MPI"),
+        ("GLOO", None, "GLOO", None),
+        ("MPI", "GLOO", "MPI", "GLOO"),
+    ],
+)
+def test_one_host_without_shared_memory_takes_what_is_set_for_within_a_node(
+    inner: str, cross: str | None, on_one_host: str | None, on_several: str | None
+) -> None:
+    settings = Settings(inner_communicator=inner, cross_communicator=cross)
+    assert settings.message_transport(one_host=True) == on_one_host
+    assert settings.message_transport(one_host=False) == on_several
 
 
 def test_settings_do_not_change() -> None:

@@ -157,7 +157,25 @@ def test_no_values_make_no_slices() -> None:
 
 def test_ranks_beyond_the_cut_units_get_empty_chunks() -> None:
     (part,) = make_layout([Layer(100, MaxMin(4, 512))], 5, 4, 1000).slices
-    assert [chunk for chunk in part.chunks if not chunk.pieces] == [Chunk((), 0)] * 4
+    assert [chunk for chunk in part.chunks if not chunk.pieces] == [Chunk((), 0, 4)] * 4
+
+
+@given(layers=layers_lists, n_chunks=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_an_exact_chunk_is_the_same_values_raw(
+    layers: list[Layer], n_chunks: int, itemsize: int, slice_nbytes: int
+) -> None:
+    for part in make_layout(layers, n_chunks, itemsize, slice_nbytes).slices:
+        for chunk in part.chunks:
+            exact = chunk.coded(exact=True)
+            assert chunk.coded(exact=False) is chunk and chunk.coded(exact=True) is exact
+            numel = sum(piece.numel for piece in chunk.pieces)
+            assert exact.nbytes == Identity().payload_nbytes(numel, itemsize)
+            if not chunk.pieces:
+                assert exact == chunk
+                continue
+            (raw,) = exact.pieces
+            assert (raw.offset, raw.numel, raw.raw_tail, raw.bits) == (chunk.pieces[0].offset, numel, numel, 32)
+            assert raw.payload == 0 and exact.nbytes % 8 == 0
 
 
 @given(quantizer=quantizers, numel=st.integers(0, 10_000), itemsize=itemsizes)

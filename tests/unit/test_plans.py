@@ -28,9 +28,12 @@ def plan_for(
     limit_nbytes: int = SEGMENT_LIMIT_NBYTES,
     fusion_nbytes: int = FUSION_NBYTES,
     rank: int = 0,
+    algorithm: str = "SRA",
 ) -> Plan:
     layers = (Layer(numel, quantizer),)
-    return make_plan(layers, rank, world, dtype, algorithm="SRA", slice_nbytes=fusion_nbytes, limit_nbytes=limit_nbytes)
+    return make_plan(
+        layers, rank, world, dtype, algorithm=algorithm, slice_nbytes=fusion_nbytes, limit_nbytes=limit_nbytes
+    )
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.bits} bits, {q.block}")
@@ -72,3 +75,18 @@ def test_all_ranks_need_the_same() -> None:
 def test_a_block_that_does_not_fit_is_an_error_with_both_sizes() -> None:
     with pytest.raises(SharedMemoryError, match=r"65536 values.*\b65536\b.*/dev/shm"):
         plan_for(1_000_000, MaxMin(8, 65536), 8, limit_nbytes=65536)
+
+
+def test_a_ring_takes_no_more_than_the_slots_of_its_hops_and_sums() -> None:
+    sizes = set()
+    for rank in range(4):
+        plan = plan_for(100_003, MaxMin(4, 64), 4, rank=rank, algorithm="RING")
+        sizes.add((plan.half_nbytes, plan.payload_nbytes))
+    ((half_nbytes, payload_nbytes),) = sizes
+    # Each of 4 chunks is written by 3 hops and as a sum, and every slot is rounded up to a cache line.
+    assert 4 * payload_nbytes <= half_nbytes <= 4 * payload_nbytes + 16 * 64
+
+
+def test_a_program_that_the_native_executor_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected SRA or RING, got ALL_TO_ALL: combine"):
+        plan_for(4000, MaxMin(4, 64), 3, algorithm="ALL_TO_ALL")

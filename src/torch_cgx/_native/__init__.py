@@ -33,7 +33,8 @@ class Rounding(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [
-        (name, c_int64) for name in ("kind", "slot", "peer", "first_piece", "n_pieces", "first_input", "n_inputs")
+        (name, c_int64)
+        for name in ("kind", "slot", "peer", "first_piece", "n_pieces", "first_input", "n_inputs", "partial")
     ]
 
 

@@ -8,50 +8,61 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch_cgx.algorithms.flat import owned_chunks
+from torch_cgx.algorithms.slots import part, total
 from torch_cgx.program import Decode, Encode, Program, Receive, Reduce, Send, Step
+
+__all__ = ["among", "n_chunks", "program"]
+
+
+def n_chunks(world: int) -> int:
+    return world
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
-    """The steps of one rank. Nothing is done for an empty chunk, nor by the only rank of a world.
+    """The steps of one rank. Nothing is done for an empty chunk, nor by the only rank of a world."""
+    chunks = owned_chunks(chunks_nonempty, rank, world)
+    return tuple(among(range(world), chunks, rank)) if world > 1 else ()
+
+
+def among(
+    ranks: Sequence[int],
+    chunks: Sequence[int | None],
+    rank: int,
+    listeners: Sequence[int] = (),
+    *,
+    exact: bool = False,
+) -> list[Step]:
+    """The steps of one of these ranks, who own one of these chunks each; None: an empty one.
 
     1. Scatter: for each peer, encode my values of its chunk and send them to it.
-    2. Reduce: receive all peers' values of my chunk, add them to mine in the order of ranks, encode the sum.
+    2. Reduce: receive all peers' values of my chunk, add them to mine in the order of the ranks, encode the sum.
     3. Allgather: send that payload to every peer; receive and decode every other chunk's sum.
 
-    Peers are taken in turn from the next rank on, so that not all ranks wait for, or write to, the same one.
+    Peers are taken in turn from the next rank on, so that not all ranks wait for, or write to, the same one. To the
+    listeners, who are none of these ranks, this rank sends every sum on.
     """
-    if not 0 <= rank < world:
-        raise ValueError(f"rank: expected 0 to {world - 1}, got {rank}")
-    if len(chunks_nonempty) != world:
-        raise ValueError(f"chunks: expected one for each of {world} ranks, got {len(chunks_nonempty)}")
-    if world == 1:
-        return ()
-    peers = [(rank + distance) % world for distance in range(1, world)]
-    owners = [peer for peer in peers if chunks_nonempty[peer]]
+    me = ranks.index(rank)
+    places = [(me + distance) % len(ranks) for distance in range(1, len(ranks))]
+    peers = [ranks[place] for place in places]
+    others = [(ranks[place], chunk) for place in places if (chunk := chunks[place]) is not None]
+    mine = chunks[me]
     steps: list[Step] = []
 
-    for owner in owners:
-        steps.append(Encode(owner, _part(rank, owner)))
-        steps.append(Send(_part(rank, owner), owner))
+    for owner, chunk in others:
+        steps.append(Encode(chunk, part(rank, chunk), exact))
+        steps.append(Send(part(rank, chunk), owner))
 
-    if chunks_nonempty[rank]:
+    if mine is not None:
         # The rank before me starts with my chunk, so that its part comes first.
-        steps.extend(Receive(_part(peer, rank), peer) for peer in reversed(peers))
-        steps.append(Reduce(tuple(_part(peer, rank) for peer in sorted(peers)), rank, _sum(rank)))
-        steps.extend(Send(_sum(rank), peer) for peer in peers)
+        steps.extend(Receive(part(peer, mine), peer) for peer in reversed(peers))
+        parts = tuple(part(peer, mine) for peer in ranks if peer != rank)
+        steps.append(Reduce(parts, mine, total(mine), exact=exact))
+        steps.extend(Send(total(mine), peer) for peer in (*peers, *listeners))
 
-    for owner in owners:
-        steps.append(Receive(_sum(owner), owner))
-        steps.append(Decode(_sum(owner), owner))
+    for owner, chunk in others:
+        steps.append(Receive(total(chunk), owner))
+        steps.extend(Send(total(chunk), listener) for listener in listeners)
+        steps.append(Decode(total(chunk), chunk))
 
-    return tuple(steps)
-
-
-def _part(source: int, chunk: int) -> str:
-    """The slot of one rank's values of a chunk, for the chunk's owner."""
-    return f"part:{source}>{chunk}"
-
-
-def _sum(chunk: int) -> str:
-    """The slot of a chunk's encoded sum."""
-    return f"sum:{chunk}"
+    return steps

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torch_cgx.algorithms import ALGORITHMS
+from torch_cgx.algorithms import Topology
 from torch_cgx.errors import ProgramError
-from torch_cgx.kernels import NEAREST, Kernels, Rounding
+from torch_cgx.executors.combining import combine
+from torch_cgx.kernels import NEAREST, Kernels, Piece, Rounding
 from torch_cgx.layout import Layout, Slice
-from torch_cgx.program import Decode, Encode, Program, Receive, Reduce, Send, Step
+from torch_cgx.program import Add, Combine, Encode, Program, Receive, Reduce, Send, Step
 
 __all__ = ["allreduce", "run"]
 
@@ -30,16 +32,16 @@ def allreduce(
     layout: Layout,
     kernels: Sequence[Kernels],
     *,
-    algorithm: str = "SRA",
+    topology: Topology | None = None,
     scale: float = 1.0,
     rounding: Rounding = NEAREST,
     order: Random | None = None,
 ) -> None:
-    """Reduce one flat tensor a rank, in place, slice by slice."""
-    world = len(values)
+    """Reduce one flat tensor a rank, in place, slice by slice; without a topology by SRA, all ranks alike."""
+    topology = topology or Topology.flat("SRA", len(values))
     for part in layout.slices:
         nonempty = [chunk.nbytes > 0 for chunk in part.chunks]
-        programs = [ALGORITHMS[algorithm](nonempty, rank, world) for rank in range(world)]
+        programs = [topology.program(nonempty, rank) for rank in range(topology.world)]
         run(programs, part, values, kernels, scale=scale, rounding=rounding, order=order)
 
 
@@ -58,7 +60,7 @@ def run(
         raise ValueError(
             f"expected as many programs as tensors and kernels, got {len(programs)}, {len(values)} and {len(kernels)}"
         )
-    mail: dict[tuple[int, int, str], Tensor] = {}
+    mail: _Mail = {}
     ranks = [
         _Rank(rank, programs[rank], part, values[rank], kernels[rank], scale, rounding, mail)
         for rank in range(len(programs))
@@ -72,6 +74,17 @@ def run(
             rank.make_step()
 
 
+class _Payload(NamedTuple):
+    """What a slot holds, and how it is coded."""
+
+    data: Tensor
+    exact: bool
+
+
+# By sender, receiver and slot.
+_Mail: TypeAlias = dict[tuple[int, int, str], _Payload]
+
+
 @dataclass(slots=True)
 class _Rank:
     """One rank: its program, its slots, and the mail that all ranks share."""
@@ -83,9 +96,9 @@ class _Rank:
     kernels: Kernels
     scale: float
     rounding: Rounding
-    mail: dict[tuple[int, int, str], Tensor]
+    mail: _Mail
     position: int = 0
-    slots: dict[str, Tensor] = field(default_factory=dict)
+    slots: dict[str, _Payload] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -104,24 +117,35 @@ class _Rank:
         step = self.next_step
         self.position += 1
         if isinstance(step, Encode):
-            pieces = self.part.chunks[step.chunk].pieces
-            self.kernels.encode(pieces, self.values, self._new_slot(step.slot, step.chunk), self._rounding(0))
+            out = self._new_slot(step)
+            self.kernels.encode(self._pieces(step.chunk, step.exact), self.values, out, self._rounding(0))
         elif isinstance(step, Send):
-            self.mail[self.rank, step.peer, step.slot] = self.slots[step.slot].clone()
+            payload = self.slots[step.slot]
+            self.mail[self.rank, step.peer, step.slot] = payload._replace(data=payload.data.clone())
         elif isinstance(step, Receive):
             self.slots[step.slot] = self.mail.pop((step.peer, self.rank, step.slot))
         elif isinstance(step, Reduce):
-            pieces = self.part.chunks[step.chunk].pieces
-            inputs = [self.slots[slot] for slot in step.inputs]
-            out = self._new_slot(step.slot, step.chunk)
-            self.kernels.reduce(pieces, self.values, inputs, out, self.scale, self._rounding(1))
+            pieces = self._pieces(step.chunk, step.exact)
+            inputs = [self.slots[slot].data for slot in step.inputs]
+            scale = self.scale if step.final else 1.0
+            self.kernels.reduce(pieces, self.values, inputs, self._new_slot(step), scale, self._rounding(1))
+        elif isinstance(step, Combine):
+            inputs = [self.slots[slot].data for slot in step.inputs]
+            pieces = self._pieces(step.chunk, self.slots[step.inputs[0]].exact)
+            combine(self.kernels, pieces, self.values, inputs, self.scale)
         else:
-            assert isinstance(step, Decode)
-            self.kernels.decode(self.part.chunks[step.chunk].pieces, self.slots[step.slot], self.values)
+            payload = self.slots[step.slot]
+            pieces = self._pieces(step.chunk, payload.exact)
+            self.kernels.decode(pieces, payload.data, self.values, add=isinstance(step, Add))
+
+    def _pieces(self, chunk: int, exact: bool) -> tuple[Piece, ...]:
+        return self.part.chunks[chunk].coded(exact).pieces
 
     def _rounding(self, stage: int) -> Rounding:
         return replace(self.rounding, rank=self.rank, stage=stage)
 
-    def _new_slot(self, slot: str, chunk: int) -> Tensor:
-        self.slots[slot] = torch.full((self.part.chunks[chunk].nbytes,), _UNWRITTEN, dtype=torch.uint8)
-        return self.slots[slot]
+    def _new_slot(self, step: Encode | Reduce) -> Tensor:
+        nbytes = self.part.chunks[step.chunk].coded(step.exact).nbytes
+        data = torch.full((nbytes,), _UNWRITTEN, dtype=torch.uint8)
+        self.slots[step.slot] = _Payload(data, step.exact)
+        return data

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torch_cgx.algorithms import ALGORITHMS
+from torch_cgx.algorithms import Topology
 from torch_cgx.program import Encode, Program, Reduce
 
 __all__ = ["SharedSlot", "programs_for"]
@@ -19,17 +19,17 @@ class SharedSlot:
     writer: int
     flag: int  # among the slots of its writer
     chunk: int
+    exact: bool
 
 
 @lru_cache(maxsize=256)
-def programs_for(
-    algorithm: str, nonempty: tuple[bool, ...], world: int
-) -> tuple[tuple[Program, ...], dict[str, SharedSlot]]:
+def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[Program, ...], dict[str, SharedSlot]]:
     """The programs by rank, and the slots that any of them writes, by name."""
-    programs = tuple(ALGORITHMS[algorithm](nonempty, rank, world) for rank in range(world))
+    programs = tuple(topology.program(nonempty, rank) for rank in range(topology.world))
     slots: dict[str, SharedSlot] = {}
     for rank, program in enumerate(programs):
         written = [step for step in program if isinstance(step, Encode | Reduce)]
         for flag, step in enumerate(written):
-            slots[step.slot] = SharedSlot(len(slots), rank, flag, step.chunk)
+            assert step.slot not in slots, f"{step.slot} has two writers"
+            slots[step.slot] = SharedSlot(len(slots), rank, flag, step.chunk, step.exact)
     return programs, slots

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from torch_cgx import _native
+from torch_cgx.algorithms import Topology
 from torch_cgx.errors import (
     CGXError,
     CGXTimeoutError,
@@ -27,7 +28,7 @@ from torch_cgx.executors.programs import programs_for
 from torch_cgx.kernels import Piece
 from torch_cgx.kernels.cpu import DTYPES
 from torch_cgx.layout import Layer, Layout, make_layout
-from torch_cgx.program import Decode, Encode, Receive, Reduce, Send
+from torch_cgx.program import Add, Combine, Decode, Encode, Receive, Reduce, Send
 
 __all__ = ["Plan", "Prepared", "SharedGroup", "make_plan"]
 
@@ -89,7 +90,7 @@ class _Tables:
 
     def add(self, chunk_pieces: Sequence[tuple[Piece, ...]], chunk_nbytes: Sequence[int]) -> None:
         nonempty = tuple(nbytes > 0 for nbytes in chunk_nbytes)
-        programs, slots = programs_for(self._algorithm, nonempty, self._world)
+        programs, slots = programs_for(Topology.flat(self._algorithm, self._world), nonempty)
         first_slot = len(self._slots)
         offset = 0
         for slot in slots.values():
@@ -102,13 +103,15 @@ class _Tables:
             first_piece.append(len(self._pieces))
             self._pieces.extend(pieces)
         for step in programs[self._rank]:
-            row = [_KINDS[type(step)], first_slot + slots[step.slot].index, 0, 0, 0, 0, 0]
+            if isinstance(step, Add | Combine):
+                raise ValueError(f"over shared memory: expected SRA or RING, got {self._algorithm}: {step}")
+            row = [_KINDS[type(step)], first_slot + slots[step.slot].index, 0, 0, 0, 0, 0, 0]
             if isinstance(step, Send | Receive):
                 row[2] = step.peer
             else:
                 row[3:5] = first_piece[step.chunk], len(chunk_pieces[step.chunk])
             if isinstance(step, Reduce):
-                row[5:7] = len(self._inputs), len(step.inputs)
+                row[5:8] = len(self._inputs), len(step.inputs), int(not step.final)
                 self._inputs.extend(first_slot + slots[name].index for name in step.inputs)
             self._steps.append(tuple(row))
         self._slice_steps.append(len(self._steps))

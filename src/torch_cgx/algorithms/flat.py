@@ -1,0 +1,18 @@
+"""What algorithms without nodes have in common: their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def check_rank(rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        raise ValueError(f"rank: expected 0 to {world - 1}, got {rank}")
+
+
+def owned_chunks(chunks_nonempty: Sequence[bool], rank: int, world: int) -> list[int | None]:
+    """The chunk that each rank owns: the one of its number; None where that is empty."""
+    check_rank(rank, world)
+    if len(chunks_nonempty) != world:
+        raise ValueError(f"chunks: expected one for each of {world} ranks, got {len(chunks_nonempty)}")
+    return [chunk if nonempty else None for chunk, nonempty in enumerate(chunks_nonempty)]

@@ -1,0 +1,23 @@
+"""The names of slots. A name says what the payload is; in one set of programs every slot has one writer."""
+
+from __future__ import annotations
+
+
+def part(source: int, chunk: int) -> str:
+    """One rank's values of a chunk, for whoever sums them up."""
+    return f"part:{source}>{chunk}"
+
+
+def inside(source: int, chunk: int) -> str:
+    """One rank's values of a chunk, for the rank that speaks for its node."""
+    return f"inside:{source}>{chunk}"
+
+
+def hop(source: int, chunk: int) -> str:
+    """The sum of a chunk so far, as one rank hands it to the next."""
+    return f"hop:{source}>{chunk}"
+
+
+def total(chunk: int) -> str:
+    """A chunk's sum."""
+    return f"sum:{chunk}"

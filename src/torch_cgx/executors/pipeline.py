@@ -1,0 +1,212 @@
+"""One allreduce over transports, slice overlapping slice: see `schedule` for the order of steps.
+
+With the first payloads, all ranks that talk to each other compare what they are about to do, so that ranks that have
+lost step find out instead of adding up each other's bytes: a receive is only posted where the sender means the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from torch_cgx.algorithms import Topology
+from torch_cgx.errors import MismatchError
+from torch_cgx.executors.combining import combine
+from torch_cgx.executors.schedule import Schedule, schedule_for
+from torch_cgx.executors.staging import Staging
+from torch_cgx.kernels import Kernels, Rounding
+from torch_cgx.layout import Chunk, Layout, Slice
+from torch_cgx.program import Add, Combine, Decode, Encode, Receive, Reduce, Send, Step
+from torch_cgx.transports import TAGS, Pending, Transport
+
+__all__ = ["Pipeline"]
+
+_PHASES = ("encode", "wait", "reduce", "decode")
+
+
+@dataclass(slots=True)
+class _Underway:
+    """A slice between its first and its last step."""
+
+    part: Slice
+    schedule: Schedule
+    first_tag: int
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    arriving: dict[str, Pending] = field(default_factory=dict)
+    leaving: list[Pending] = field(default_factory=list)
+
+    def tag(self, slot: str) -> int:
+        return (self.first_tag + self.schedule.slots[slot].index) % TAGS
+
+    def coded(self, slot: str) -> Chunk:
+        """What the slot's payload encodes, and how."""
+        shared = self.schedule.slots[slot]
+        return self.part.chunks[shared.chunk].coded(shared.exact)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    values: Tensor
+    scale: float
+    rounding: Rounding
+
+
+class Pipeline:
+    """`transports` has one for each peer, by rank; a rank's own place holds None."""
+
+    def __init__(
+        self,
+        transports: Sequence[Transport | None],
+        kernels: Kernels,
+        rank: int,
+        global_ranks: Sequence[int],
+        staging_nbytes: int,
+    ) -> None:
+        self._transports = tuple(transports)
+        self._kernels = kernels
+        self._rank = rank
+        self._global_ranks = tuple(global_ranks)
+        self._staging = Staging(staging_nbytes)
+        self._next_tag = 0
+        self.reset_figures()
+
+    def reset_figures(self) -> None:
+        self.figures: dict[str, float] = dict.fromkeys(("bytes_sent", *(f"{phase}_s" for phase in _PHASES)), 0)
+
+    def run(
+        self, values: Tensor, layout: Layout, topology: Topology, scale: float, rounding: Rounding, agreed: int
+    ) -> None:
+        """Reduce a flat tensor in place. `agreed`: a hash of the call, which must be the same on all ranks."""
+        if not layout.slices:
+            return
+        tag = self.next_tags(1)  # before all others, whose number may be another on a rank that has lost step
+        slices = [self._prepare(part, topology) for part in layout.slices]
+        operation = _Operation(values, scale, replace(rounding, rank=self._rank))
+        depth = max(len(each.schedule.levels) for each in slices)
+        peers = sorted(frozenset[int]().union(*(each.schedule.peers for each in slices)))
+        agreement = _Agreement(self, torch.tensor([rounding.op, agreed], dtype=torch.int64), peers, tag)
+        for tick in range(len(slices) + depth):
+            for level in range(depth):
+                number = tick - level
+                if 0 <= number < len(slices):
+                    self._make_steps(slices[number], level, operation)
+                if level == 0:
+                    if tick == 0:
+                        agreement.finish()
+                        self._post_receives(slices[0])
+                    if tick + 1 < len(slices):
+                        self._post_receives(slices[tick + 1])
+            if tick >= depth:
+                self._close(slices[tick - depth])
+
+    def transport(self, peer: int) -> Transport:
+        transport = self._transports[peer]
+        assert transport is not None
+        return transport
+
+    def name(self, rank: int | None = None) -> str:
+        return f"rank {self._global_ranks[self._rank if rank is None else rank]}"
+
+    def next_tags(self, count: int) -> int:
+        first = self._next_tag
+        self._next_tag = (first + count) % TAGS
+        return first
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.figures[phase] += time.perf_counter() - start
+
+    def _prepare(self, part: Slice, topology: Topology) -> _Underway:
+        nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
+        schedule = schedule_for(topology, nonempty, self._rank)
+        return _Underway(part, schedule, self.next_tags(len(schedule.slots)))
+
+    def _post_receives(self, each: _Underway) -> None:
+        for step in each.schedule.receives:
+            payload = each.slots[step.slot] = self._staging.take(each.coded(step.slot).nbytes)
+            each.arriving[step.slot] = self.transport(step.peer).receive(payload, step.peer, each.tag(step.slot))
+
+    def _close(self, each: _Underway) -> None:
+        with self.timed("wait_s"):
+            for message in each.leaving:
+                message.wait()
+        each.leaving.clear()
+        for payload in each.slots.values():
+            self._staging.give(payload)
+        each.slots.clear()
+
+    def _make_steps(self, each: _Underway, level: int, operation: _Operation) -> None:
+        if level >= len(each.schedule.levels):
+            return
+        for step in each.schedule.levels[level]:
+            if isinstance(step, Send):
+                payload = each.slots[step.slot]
+                each.leaving.append(self.transport(step.peer).send(payload, step.peer, each.tag(step.slot)))
+                self.figures["bytes_sent"] += payload.numel()
+            elif isinstance(step, Receive):
+                with self.timed("wait_s"):
+                    each.arriving.pop(step.slot).wait()
+            else:
+                self._compute(each, step, operation)
+
+    def _compute(self, each: _Underway, step: Step, operation: _Operation) -> None:
+        values, rounding = operation.values, operation.rounding
+        if isinstance(step, Encode):
+            out = each.slots[step.slot] = self._staging.take(each.coded(step.slot).nbytes)
+            with self.timed("encode_s"):
+                self._kernels.encode(each.coded(step.slot).pieces, values, out, replace(rounding, stage=0))
+        elif isinstance(step, Reduce):
+            inputs = [each.slots[slot] for slot in step.inputs]
+            out = each.slots[step.slot] = self._staging.take(each.coded(step.slot).nbytes)
+            scale = operation.scale if step.final else 1.0
+            with self.timed("reduce_s"):
+                self._kernels.reduce(
+                    each.coded(step.slot).pieces, values, inputs, out, scale, replace(rounding, stage=1)
+                )
+        elif isinstance(step, Decode | Add):
+            with self.timed("decode_s"):
+                self._kernels.decode(
+                    each.coded(step.slot).pieces, each.slots[step.slot], values, add=isinstance(step, Add)
+                )
+        elif isinstance(step, Combine):
+            inputs = [each.slots[slot] for slot in step.inputs]
+            with self.timed("decode_s"), torch.inference_mode():  # the values may be a tensor of that mode
+                combine(self._kernels, each.coded(step.inputs[0]).pieces, values, inputs, operation.scale)
+
+
+class _Agreement:
+    """What this rank is about to do, told to each peer that it will talk to, and compared with what they tell."""
+
+    def __init__(self, pipeline: Pipeline, mine: Tensor, peers: Sequence[int], tag: int) -> None:
+        self._pipeline = pipeline
+        self._mine = mine
+        self._theirs = {peer: torch.empty_like(mine) for peer in peers}
+        self._arriving = {
+            peer: pipeline.transport(peer).receive(theirs.view(torch.uint8), peer, tag)
+            for peer, theirs in self._theirs.items()
+        }
+        self._leaving = [pipeline.transport(peer).send(mine.view(torch.uint8), peer, tag) for peer in peers]
+
+    def finish(self) -> None:
+        with self._pipeline.timed("wait_s"):
+            for peer, message in self._arriving.items():
+                message.wait()
+                self._compare(peer)
+            for sent in self._leaving:
+                sent.wait()
+
+    def _compare(self, peer: int) -> None:
+        theirs = self._theirs[peer]
+        if not torch.equal(theirs, self._mine):
+            raise MismatchError(
+                f"{self._pipeline.name()} and {self._pipeline.name(peer)} have lost step: their compressed all_reduces "
+                f"number {int(self._mine[0])} and {int(theirs[0])} differ in shape, type, reduction, bits, bucket size "
+                "or layers. All ranks must make the same calls, in one order."
+            )

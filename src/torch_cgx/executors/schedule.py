@@ -1,0 +1,71 @@
+"""In which order one rank makes the steps of many slices, so that computing and sending overlap.
+
+A step's *level* is the number of messages on the longest way to it: what a rank can do without waiting is level 0,
+what needs one message is level 1, and so on. At tick t a rank makes the steps of level 0 of slice t, level 1 of slice
+t - 1, and so on: it encodes one slice while the one before is on its way. Every message leads from one tick to a later
+one, on all ranks alike, so nobody ever waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch_cgx.algorithms import Topology
+from torch_cgx.executors.programs import SharedSlot, programs_for
+from torch_cgx.program import Program, Receive, Send, Step
+
+__all__ = ["Schedule", "levels_of", "schedule_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One rank's program, by levels."""
+
+    levels: tuple[Program, ...]  # as many on every rank; those of a rank may be empty
+    receives: tuple[Receive, ...]
+    peers: frozenset[int]  # whom this rank sends to or receives from
+    slots: dict[str, SharedSlot]  # all ranks'
+
+
+@lru_cache(maxsize=256)
+def schedule_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> Schedule:
+    programs, slots = programs_for(topology, nonempty)
+    by_rank = levels_of(programs)
+    depth = max((level for levels in by_rank for level in levels), default=0)
+    mine = list(zip(programs[rank], by_rank[rank], strict=True))
+    messages = [step for step in programs[rank] if isinstance(step, Send | Receive)]
+    return Schedule(
+        levels=tuple(tuple(step for step, of_step in mine if of_step == level) for level in range(depth + 1)),
+        receives=tuple(step for step in messages if isinstance(step, Receive)),
+        peers=frozenset(step.peer for step in messages),
+        slots=slots,
+    )
+
+
+def levels_of(programs: Sequence[Program]) -> list[list[int]]:
+    """The level of each step, by rank."""
+    levels: list[list[int]] = [[] for _ in programs]
+    sent: dict[tuple[int, int, str], int] = {}
+    waiting: dict[tuple[int, int, str], int] = {}
+    runnable = list(range(len(programs)))
+    while runnable:
+        rank = runnable.pop()
+        mine = levels[rank]
+        while len(mine) < len(programs[rank]):
+            step: Step = programs[rank][len(mine)]
+            level = mine[-1] if mine else 0
+            if isinstance(step, Receive):
+                message = (step.peer, rank, step.slot)
+                if message not in sent:
+                    waiting[message] = rank
+                    break
+                level = max(level, sent[message] + 1)
+            elif isinstance(step, Send):
+                message = (rank, step.peer, step.slot)
+                sent[message] = level
+                if message in waiting:
+                    runnable.append(waiting.pop(message))
+            mine.append(level)
+    return levels
