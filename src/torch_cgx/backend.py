@@ -31,6 +31,7 @@ from torch_cgx.carried import CarriedCollectives
 from torch_cgx.config import Compression, Settings
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.shm import SharedGroup
+from torch_cgx.fusion import Fused, fusable
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer
 from torch_cgx.nodes import open_executor
@@ -160,31 +161,22 @@ class ProcessGroupCGX(CarriedCollectives):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = _options(c10d.AllreduceCoalescedOptions, opts)
         tensors = list(tensors)
-        fused = self._fusable(tensors, reduction_name(opts.reduceOp))
-        alone = [tensor for tensor in tensors if not any(tensor is other for other in fused)]
+        together = self._fusable(tensors, reduction_name(opts.reduceOp))
+        alone = [tensor for tensor in tensors if not any(tensor is other for other in together)]
         parts = [self._allreduce("all_reduce", tensor, [tensor], opts) for tensor in alone]
-        if not fused:
+        if not together:
             return CompositeWork(parts, _nothing, tensors, self._completions)
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in fused])
+        fused = Fused(together)
         cut = self.layers.cut
-        layers = tuple(layer for t in fused for layer in cut(t.numel(), self._compression_for(t), self._settings))
-        parts.append(self._allreduce("all_reduce", flat, [flat], opts, layers))
-
-        def hand_out() -> None:
-            for tensor, values in zip(fused, torch.split(flat, [tensor.numel() for tensor in fused]), strict=True):
-                tensor.detach().copy_(values.view(tensor.shape))
-
-        return CompositeWork(parts, hand_out, tensors, self._completions)
+        layers = tuple(layer for t in together for layer in cut(t.numel(), self._compression_for(t), self._settings))
+        parts.append(self._allreduce("all_reduce", fused.flat, [fused.flat], opts, layers))
+        return CompositeWork(parts, fused.hand_out, tensors, self._completions)
 
     def _fusable(self, tensors: list[Tensor], reduction: str) -> list[Tensor]:
-        """Those of one call that can go together as layers of one tensor: of one type, where we compress at all.
-
-        So they do where each of them is too small for that: one message instead of many is what they gain.
-        """
-        ours = [t for t in tensors if self._is_ours(t, reduction) and t.dtype in _COMPRESSIBLE and t.numel() > 0]
-        ours = [t for t in ours if t.dtype == ours[0].dtype]
-        compressing = defaults.compression().bits != 32
-        return ours if compressing and len(ours) > 1 and self._reducer is not None else []
+        """Also where each is too small to be compressed: one message instead of many is what they gain."""
+        if self._reducer is None or defaults.compression().bits == 32:
+            return []
+        return fusable([t for t in tensors if self._is_ours(t, reduction) and t.dtype in _COMPRESSIBLE])
 
     def _allreduce(
         self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any, layers: tuple[Layer, ...] | None = None
