@@ -299,6 +299,20 @@ def test_ranks_that_call_all_reduce_differently_all_raise(how: str) -> None:
         assert outcome.after_mark_s is not None and outcome.after_mark_s < SOON_S
 
 
+def call_differently_and_late(me: Rank) -> None:
+    dist.all_reduce(torch.ones(1000))
+    if me.rank == 2:
+        time.sleep(0.3)
+    dist.all_reduce(torch.ones(1001 if me.rank == 1 else 1000))
+
+
+def test_a_rank_that_comes_late_to_calls_that_differ_is_told_so_too() -> None:
+    """Those that found out before must not have hung up: it would take them for dead."""
+    for outcome in observe_ranks(call_differently_and_late, 3, "cgx", env={BITS: "4"}, rank_env=apart(3)):
+        raised(outcome, "MismatchError")
+        assert "rank 1" in outcome.message
+
+
 @pytest.mark.parametrize("how", ["exact", "another operation"])
 def test_ranks_that_call_something_else_raise_with_the_groups_timeout(how: str) -> None:
     # Gloo's own operations and our messages are different connections: only time tells.

@@ -27,6 +27,8 @@ from torch_cgx.transports import TAGS, Pending, Transport
 __all__ = ["Pipeline"]
 
 _PHASES = ("encode", "wait", "reduce", "decode")
+_LATE_S = 2.0  # for a rank that comes later to a call that differs; one that never comes shall not hold up the error
+_POLL_S = 0.002
 
 
 @dataclass(slots=True)
@@ -202,9 +204,16 @@ class _Agreement:
             for sent in self._leaving:
                 sent.wait()
 
+    def _let_leave(self) -> None:
+        """Tell all peers before this rank fails and hangs up: they would take it for dead."""
+        deadline = time.monotonic() + _LATE_S
+        while not all(sent.done() for sent in self._leaving) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
     def _compare(self, peer: int) -> None:
         theirs = self._theirs[peer]
         if not torch.equal(theirs, self._mine):
+            self._let_leave()
             raise MismatchError(
                 f"{self._pipeline.name()} and {self._pipeline.name(peer)} have lost step: their compressed all_reduces "
                 f"number {int(self._mine[0])} and {int(theirs[0])} differ in shape, type, reduction, bits, bucket size "
