@@ -56,4 +56,4 @@ def open_executor(
     ]
     transports[rank] = None
     kernels = default_kernels(settings.simd, thread_count(settings.num_threads, members.ranks_here(rank)))
-    return MessageExecutor(transports, kernels, rank, global_ranks, settings.fusion_nbytes), topology
+    return MessageExecutor(transports, kernels, rank, global_ranks, settings.fusion_nbytes // 4), topology
