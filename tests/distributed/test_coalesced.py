@@ -109,8 +109,8 @@ def test_fifty_small_tensors_are_one_operation(sizes: tuple[int, ...], apart: bo
         assert figures["operations"] == 1
         assert figures["compressed_operations"] == 1 or max(sizes) < 16
         assert figures["bytes_before"] == 4 * sum(sizes)
-        # To each of two peers: what is about to be done, a part, and a sum.
-        assert sends == (2 * (WORLD - 1) if apart else 0)  # what is about to be done, and all payloads
+        # To each of two peers: what is about to be done, and the values, which are few enough to go all to all.
+        assert sends == (2 * (WORLD - 1) if apart else 0)
         assert digests == found[0][2]
 
 
