@@ -103,8 +103,8 @@ def check_all_operations(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 32])
 def test_every_width_and_type_matches_the_oracle_to_the_byte(bits: int, dtype: torch.dtype) -> None:
-    for block in (1, 7, 8, 33, 64, 100, 1024, 4099):
-        for numel in (1, 2, 7, 8, 9, 31, 33, 63, 64, 65, 1000, 1024, 2049, 4100):
+    for block in (1, 7, 33, 64, 100, 1024, 4099):
+        for numel in (1, 7, 9, 33, 64, 1000, 1024, 2049, 4100):
             for rounding in (NEAREST, Rounding(stochastic=True, seed=7, op=3, rank=1, stage=1)):
                 piece = piece_for(numel, bits, block)
                 x = random_values(numel, dtype, seed=numel + block)
