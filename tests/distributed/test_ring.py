@@ -27,7 +27,7 @@ def ring_sums(me: Rank, shared: bool, large: bool) -> list[str]:
     """All widths on one size; so few values that most chunks are empty; and slice after slice."""
     group: Any = dist.group.WORLD
     assert (group._shared is not None) is shared
-    cases = [(bits, DTYPES[bits % 3], bits % 2 == 0, 20_001) for bits in range(1, 9)]
+    cases = [(bits, DTYPES[bits % 3], bits % 2 == 0, 60_001) for bits in range(1, 9)]
     cases += [(bits, dtype, bits == 2, 17) for bits in (2, 4) for dtype in DTYPES]
     cases += [(bits, DTYPES[bits % 3], bits == 4, LARGE) for bits in (1, 4, 8) if large]
     digests: list[str] = []
@@ -53,7 +53,8 @@ def test_all_ranks_hold_the_same_bits_within_the_bound_of_so_many_quantizations(
 def test_shared_memory_gives_the_bits_of_messages_and_other_bits_than_sra() -> None:
     apart = {rank: {"CGX_NODE_ID": f"host-{rank}"} for rank in range(3)}
     over_messages = run_ranks(ring_sums, 3, "cgx", False, False, env=RING, rank_env=apart)[0]
-    assert run_ranks(ring_sums, 3, "cgx", True, False, env=RING)[0] == over_messages
+    # Over messages the smaller ones go all to all.
+    assert run_ranks(ring_sums, 3, "cgx", True, False, env=RING)[0][:8] == over_messages[:8]
     by_sra = run_ranks(ring_sums, 3, "cgx", True, False)[0]
     assert all(ring != sra for ring, sra in zip(over_messages[:8], by_sra[:8], strict=True))
 
