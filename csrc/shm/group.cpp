@@ -239,7 +239,9 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
         flag(rank_, slot.flag).slice.store(slice_number_, std::memory_order_release);
       }
       std::atomic_thread_fence(std::memory_order_seq_cst);
-      ring(step.peer);
+      // Whoever waits for this payload waits on its writer, though another may have to pass it on.
+      for (int64_t peer = 0; peer < world_; ++peer)
+        if (peer != rank_ && (slot.writer == rank_ || peer == step.peer)) ring(peer);
       count(kSent, slot.nbytes);
       return CGX_OK;
     case CGX_STEP_RECEIVE: {

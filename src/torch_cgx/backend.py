@@ -163,10 +163,10 @@ class ProcessGroupCGX(CarriedCollectives):
         tensors = list(tensors)
         together = self._fusable(tensors, reduction_name(opts.reduceOp))
         alone = [tensor for tensor in tensors if not any(tensor is other for other in together)]
+        fused = Fused(together) if together else None  # before any is reduced: one may be a part of another
         parts = [self._allreduce("all_reduce", tensor, [tensor], opts) for tensor in alone]
-        if not together:
+        if fused is None:
             return CompositeWork(parts, _nothing, tensors, self._completions)
-        fused = Fused(together)
         cut = self.layers.cut
         layers = tuple(layer for t in together for layer in cut(t.numel(), self._compression_for(t), self._settings))
         parts.append(self._allreduce("all_reduce", fused.flat, [fused.flat], opts, layers))
@@ -176,7 +176,10 @@ class ProcessGroupCGX(CarriedCollectives):
         """Also where each is too small to be compressed: one message instead of many is what they gain."""
         if self._reducer is None or defaults.compression().bits == 32:
             return []
-        return fusable([t for t in tensors if self._is_ours(t, reduction) and t.dtype in _COMPRESSIBLE])
+        ours = fusable([t for t in tensors if self._is_ours(t, reduction) and t.dtype in _COMPRESSIBLE])
+        for tensor in ours:
+            _check_dense(tensor)
+        return ours
 
     def _allreduce(
         self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any, layers: tuple[Layer, ...] | None = None
@@ -221,11 +224,16 @@ class ProcessGroupCGX(CarriedCollectives):
         self, operation: str, tensor: Tensor, result: list[Tensor], reduction: str, opts: Any
     ) -> Any:
         """Exact, where there is no shared memory: Gloo is faster than programs driven from Python. It knows no AVG."""
-        run = partial(self._gloo.allreduce, [tensor], _allreduce_options(opts, dist.ReduceOp.SUM))
+        average = reduction == "AVG"
+        # The sum of which an average is made might overflow 16 bits.
+        summed = tensor.detach().float() if average and tensor.element_size() == 2 else tensor
+        run = partial(self._gloo.allreduce, [summed], _allreduce_options(opts, dist.ReduceOp.SUM))
         work = self._carry(operation, run, tensor.dtype, tuple(tensor.shape), result, reduction=reduction)
-        if reduction == "SUM":
+        if not average:
             return work
-        return CompositeWork([work], lambda: tensor.detach().div_(self._world), result, self._completions)
+        return CompositeWork(
+            [work], lambda: tensor.detach().copy_(summed.detach().div_(self._world)), result, self._completions
+        )
 
     def _profiled(self, request: Request) -> Any:
         assert self._reducer is not None

@@ -209,14 +209,18 @@ class MessageReducer:
         nbytes = tensor.numel() * tensor.element_size()
         slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes)
         topology = self._tiny_topology if nbytes * place.world <= _TINY_NBYTES else self._topology
-        layout = make_layout(layers, topology.n_chunks, tensor.element_size(), slice_nbytes)
-        facts = (request.operation, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), request.reduction)
+        # What is summed up in several steps would be rounded, and might overflow, between them.
+        widened = tensor.element_size() == 2 and (not topology.is_flat or topology.algorithm == "RING")
+        reduce = self._executor.allreduce_widened if widened else self._executor.allreduce
+        layout = make_layout(layers, topology.n_chunks, 4 if widened else tensor.element_size(), slice_nbytes)
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction)
         with self._lock:
             self._sequence += 1
             rounding = Rounding(place.settings.stochastic, place.settings.seed, self._sequence)
             agreed = stable_hash((*facts, layers))
             scale = place.scale(request.reduction)
-            job = self._executor.allreduce(flat, layout, topology, scale, rounding, agreed)
+            job = reduce(flat, layout, topology, scale, rounding, agreed)
             self._counts["operations"] += 1
             self._counts["compressed_operations"] += compression.bits != 32
             self._counts["bytes_before"] += tensor.numel() * tensor.element_size()

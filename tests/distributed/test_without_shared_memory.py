@@ -425,3 +425,24 @@ def test_one_rank_without_the_native_library_has_the_same_bits_and_warns_once() 
     assert log.count("has no native library") == 1, log
     assert log.count("torch_cgx") == outcomes[1].log.count("torch_cgx") > 0
     assert outcomes[0].log.strip() == outcomes[2].log.strip() == ""
+
+
+def averages_of_large_halves(me: Rank) -> None:
+    """Each contribution is near the end of float16, so that any sum on the way would be beyond it."""
+    for numel in (1000, 200_003):
+        x = torch.linspace(30_000, 50_000, numel).half()
+        expected = x.float()
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        assert ((x.float() - expected).abs() <= 200).all()
+        with torch_cgx.uncompressed():
+            y = torch.full((numel,), 40_000.0, dtype=torch.float16)
+            dist.all_reduce(y, dist.ReduceOp.AVG)
+            assert (y == 40_000.0).all()
+
+
+@pytest.mark.parametrize("algorithm", ["SRA", "RING"])
+@pytest.mark.parametrize("nodes", ["abcd", "aabb"])
+def test_averages_of_float16_do_not_overflow_on_the_way(nodes: str, algorithm: str) -> None:
+    env = {BITS: "8", "CGX_CROSS_REDUCTION_TYPE": algorithm}
+    rank_env = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate(nodes)}
+    run_ranks(averages_of_large_halves, len(nodes), "cgx", env=env, rank_env=rank_env)

@@ -29,7 +29,7 @@ def combine(
     start = min(piece.offset for piece in pieces)
     numel = max(piece.offset + piece.numel for piece in pieces) - start
     if start:
-        pieces = tuple(replace(piece, offset=piece.offset - start) for piece in pieces)
+        pieces = [replace(piece, offset=piece.offset - start) for piece in pieces]
     total = torch.empty(numel, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
     if total.dtype == values.dtype:
         _sum(kernels, pieces, payloads, total)
@@ -52,12 +52,13 @@ def _sum_narrow(
     kernels: Kernels, pieces: Sequence[Piece], payloads: Sequence[Tensor], total: Tensor, dtype: torch.dtype
 ) -> None:
     """Levels decode to float32 whatever the dtype is, but raw values lie in the payload in the dtype itself."""
-    quantized = tuple(
+    # Lists: tables are kept by the tuple that they were made of, and these are new at each call.
+    quantized = [
         replace(piece, numel=piece.numel - piece.raw_tail, raw_tail=0)
         for piece in pieces
         if piece.bits != 32 and piece.numel > piece.raw_tail
-    )
-    with_raw = tuple(piece for piece in pieces if piece.raw_tail)
+    ]
+    with_raw = [piece for piece in pieces if piece.raw_tail]
     arrived = torch.empty(total.numel() if with_raw else 0, dtype=dtype)
     _sum(kernels, quantized, payloads, total)
     for number, payload in enumerate(payloads):

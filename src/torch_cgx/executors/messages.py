@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import torch
 from torch import Tensor
 
 from torch_cgx.algorithms import Topology
@@ -77,19 +78,50 @@ class MessageExecutor:
         self._pipeline = Pipeline(transports, kernels, rank, global_ranks, staging_nbytes)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._failure: CGXError | None = None
+        self._lock = threading.Lock()  # nothing is queued behind the end
+        self._closed = False
         self._thread = threading.Thread(target=self._work, name="cgx-messages", daemon=True)
         self._thread.start()
 
     def submit(self, run: Callable[[], None]) -> Job:
         job = Job(run)
-        self._jobs.put(job)
+        with self._lock:
+            if self._closed:
+                job.end(CGXError("the group has been destroyed"))
+            else:
+                self._jobs.put(job)
         return job
 
     def allreduce(
-        self, values: Tensor, layout: Layout, topology: Topology, scale: float, rounding: Rounding, agreed: int
+        self,
+        values: Tensor,
+        layout: Layout,
+        topology: Topology,
+        scale: float,
+        rounding: Rounding,
+        agreed: int,
     ) -> Job:
         """Queue the reduction of a flat tensor. `agreed`: a hash of the call, which must be the same on all ranks."""
         return self.submit(lambda: self._pipeline.run(values, layout, topology, scale, rounding, agreed))
+
+    def allreduce_widened(
+        self,
+        values: Tensor,
+        layout: Layout,
+        topology: Topology,
+        scale: float,
+        rounding: Rounding,
+        agreed: int,
+    ) -> Job:
+        """The same in a float32 copy, which the layout is made for; the values get what it ends with."""
+
+        def run() -> None:
+            wide = values.to(torch.float32)
+            self._pipeline.run(wide, layout, topology, scale, rounding, agreed)
+            with torch.inference_mode():  # they may be a tensor of that mode
+                values.copy_(wide)
+
+        return self.submit(run)
 
     def stats(self) -> dict[str, float]:
         """Bytes sent, and seconds by phase."""
@@ -100,7 +132,9 @@ class MessageExecutor:
 
     def close(self) -> None:
         """End the thread, once what is queued is done. One that outlives the interpreter would abort the process."""
-        self._jobs.put(None)
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=_CLOSE_S)
             self._hang_up()  # what it still waits for, it need not wait for any longer
@@ -109,7 +143,7 @@ class MessageExecutor:
     def _hang_up(self) -> None:
         for transport in set(self._transports):
             if transport is not None:
-                with suppress(CGXError):
+                with suppress(Exception):  # it is in ruins already, and whoever waits must still be told
                     transport.close()
 
     def _work(self) -> None:

@@ -156,7 +156,8 @@ class Pipeline:
                 with self.timed("wait_s"):
                     each.arriving.pop(step.slot).wait()
             else:
-                self._compute(each, step, operation)
+                with torch.inference_mode():  # the values may be a tensor of that mode
+                    self._compute(each, step, operation)
 
     def _compute(self, each: _Underway, step: Step, operation: _Operation) -> None:
         values, rounding = operation.values, operation.rounding
@@ -179,7 +180,7 @@ class Pipeline:
                 )
         elif isinstance(step, Combine):
             inputs = [each.slots[slot] for slot in step.inputs]
-            with self.timed("decode_s"), torch.inference_mode():  # the values may be a tensor of that mode
+            with self.timed("decode_s"):
                 combine(self._kernels, each.coded(step.inputs[0]).pieces, values, inputs, operation.scale)
 
 

@@ -124,6 +124,7 @@ class GlooTransport:
         self._watchers = _Watchers()
         self._pid = os.getpid()
         self._closed = False
+        self._lock = threading.Lock()
 
     def send(self, payload: Tensor, peer: int, tag: int) -> Pending:
         what = f"could not send message {tag} of {payload.numel()} bytes to rank {self._global_ranks[peer]}"
@@ -137,7 +138,9 @@ class GlooTransport:
         if self._closed or os.getpid() != self._pid:  # a forked child has no threads and must not touch connections
             return
         self._closed = True
-        if any(not message.ended for message in self._messages):
+        with self._lock:
+            under_way = any(not message.ended for message in self._messages)
+        if under_way:
             hang_up(self._group)
         self._watchers.close()
         self._group = None  # which closes the connections
@@ -151,13 +154,18 @@ class GlooTransport:
         except RuntimeError as error:  # the connection is gone already
             raise PeerLostError(f"{what}: {error}. Look at that rank's output, then restart all ranks.") from error
         message = _Message(work, payload, what, self._watchers)
-        self._messages.add(message)
+        with self._lock:
+            self._messages.add(message)
         return message
 
 
 def hang_up(group: Any) -> None:
-    """Close all connections of a Gloo group at once: whoever waits, here or on a peer, raises."""
+    """Close all connections of a Gloo group at once: whoever waits, here or on a peer, raises.
+
+    The first wait that times out closes them all; one for a peer that is gone already raises, and closes nothing.
+    """
     nothing = empty(0, dtype=uint8)
-    a_peer = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        group.recv([nothing], a_peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([nothing], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
