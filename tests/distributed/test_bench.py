@@ -82,6 +82,8 @@ def start_long_bench(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]
         raise AssertionError("it never began to measure")
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
     assert len(children) == 2
+    # The first operation makes a segment, whose name a rank killed within the next milliseconds would leave behind.
+    time.sleep(1.0)
     return parent, [int(child) for child in children]
 
 
