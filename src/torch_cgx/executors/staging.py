@@ -20,6 +20,7 @@ class Staging:
         self._kept_nbytes = 0
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
+    @torch.inference_mode(False)  # whoever fills it need not be in the mode that the caller is in
     def take(self, nbytes: int) -> Tensor:
         room = -(-max(nbytes, 1) // _LEAST_NBYTES) * _LEAST_NBYTES
         free = self._free[room]
