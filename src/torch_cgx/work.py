@@ -312,6 +312,9 @@ class Completions:
                 del item, work, future, what  # keeps no tensor alive while the queue is empty
                 with self._lock:
                     if len(self._threads) - self._in_callbacks > 1:
+                        # Before the lock is free again: a second thread that came to the same conclusion from a count
+                        # with this one still in it would leave nobody.
+                        self._threads.discard(threading.current_thread())
                         return
         finally:
             with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -242,3 +243,18 @@ def test_futures_may_be_closed_twice_and_asked_for_again() -> None:
     completions.close()
     assert DoneWork([], completions).get_future().wait() == []
     completions.close()
+
+
+def test_no_future_is_forgotten_when_threads_come_and_go(completions: Completions) -> None:
+    """With a switch of threads wherever there can be one: a future without a thread would never be done."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(2000):
+            futures = [DoneWork([], completions).get_future() for _ in range(4)]
+            deadline = time.monotonic() + 5
+            while not all(future.done() for future in futures):
+                assert time.monotonic() < deadline, "a future was not completed within 5 s"
+                time.sleep(0)
+    finally:
+        sys.setswitchinterval(before)
