@@ -143,8 +143,8 @@ class SharedReducer:
 
     def _prepare(self, key: object, request: Request) -> Prepared:
         tensor, compression, place = request.tensor, request.compression, self._place
-        exact = compression.bits == 32
         layers = place.cut(request)
+        exact = compression.bits == 32
         plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
         call = collective_call(
             request.operation,
