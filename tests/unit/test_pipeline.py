@@ -202,10 +202,9 @@ def test_a_layout_without_slices_is_no_work() -> None:
     assert group.transports[0].sent == []
 
 
-def test_tags_start_anew_at_their_end() -> None:
+def test_tags_start_anew_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_cgx.executors.pipeline.zlib.crc32", lambda _: TAGS - 5)
     group = Group(Topology.flat("RING", 3))
-    for pipeline in group.pipelines:
-        pipeline.next_tags(TAGS - 5)
     values = random_values(1000, 3)
     layout = make_layout([Layer(1000, MaxMin(4, 64))], 3, 4, 1000)
     expected = in_memory(values, layout, group.topology, 1.0, NEAREST)
@@ -225,16 +224,15 @@ def test_after_operations_of_many_sizes_no_more_is_kept_than_allowed(topology: T
 
 
 @pytest.mark.parametrize(
-    ("topology", "most"),
+    "topology",
     [
-        *((Topology.flat("SRA", world), 2.0) for world in (2, 4)),
-        (Topology.flat("RING", 4), 3.0),
-        (Topology("SRA", (0, 0, 1, 1)), 2.5),
-        (Topology("SRA", (0, 0, 1, 1), 2), 2.5),
+        *(Topology.flat("SRA", world) for world in (2, 4)),
+        Topology.flat("RING", 4),
+        *(Topology("SRA", (0, 0, 1, 1), shares) for shares in (1, 2)),
     ],
     ids=str,
 )
-def test_a_large_tensor_has_few_fusion_buffers_of_payloads_in_memory_at_once(topology: Topology, most: float) -> None:
+def test_a_large_tensor_has_two_fusion_buffers_of_payloads_in_memory_at_most(topology: Topology) -> None:
     fusion_nbytes = 8 << 20
     group = Group(topology, staging_nbytes=fusion_nbytes)
     measured = [Measured(fusion_nbytes) for _ in group.pipelines]
@@ -246,11 +244,12 @@ def test_a_large_tensor_has_few_fusion_buffers_of_payloads_in_memory_at_once(top
     layout = make_layout([Layer(nbytes // 4, quantizer)], topology.n_chunks, 4, slice_nbytes)
     group.reduced([torch.zeros(nbytes // 4)] * topology.world, layout, 1.0, NEAREST)
     payload_nbytes = quantizer.payload_nbytes(fusion_nbytes // 4, 4)
-    assert all(0.5 * payload_nbytes < staging.most_nbytes < most * payload_nbytes for staging in measured)
+    used = [staging.most_nbytes / payload_nbytes for staging in measured]
+    assert all(0.5 < share < 2 for share in used), used
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_are_about_to_do_something_else_raise_before_a_payload_is_received(world: int) -> None:
+def test_ranks_that_are_about_to_do_something_else_raise_and_no_payload_is_taken(world: int) -> None:
     topology = Topology.flat("SRA", world)
     group = Group(topology)
     values = random_values(1000, world)
@@ -262,7 +261,6 @@ def test_ranks_that_are_about_to_do_something_else_raise_before_a_payload_is_rec
     for rank, error in enumerate(errors):
         assert isinstance(error, MismatchError)
         assert f"rank {10 + rank} and rank {11 if rank != 1 else 10}" in str(error)
-        assert group.transports[rank].posted == [AGREED_NBYTES] * (world - 1)
         assert torch.equal(values[rank], before[rank])
 
 

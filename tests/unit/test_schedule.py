@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.algorithms.hierarchical import most_shares
+from torch_cgx.executors.pipeline import _AHEAD as AHEAD
 from torch_cgx.executors.programs import programs_for
 from torch_cgx.executors.schedule import Schedule, levels_of, schedule_for
 from torch_cgx.program import Program, Receive, Send
@@ -89,7 +90,12 @@ def test_a_schedule_is_the_program_and_has_as_many_levels_on_every_rank(
     assert len({len(schedule.levels) for schedule in schedules}) == 1
     for rank, (program, schedule) in enumerate(zip(programs, schedules, strict=True)):
         assert tuple(step for level in schedule.levels for step in level) == program
-        assert schedule.receives == tuple(step for step in program if isinstance(step, Receive))
+        sent = {step.slot for step in program if isinstance(step, Send)}
+        spent = [slot for slots in schedule.spent for slot in slots]
+        assert len(spent) == len(set(spent)) and not sent & set(spent)
+        for level, slots_of_level in enumerate(schedule.spent):
+            later = repr(schedule.levels[level + 1 :])
+            assert not any(repr(slot) in later for slot in slots_of_level)
         assert schedule.slots == slots
         for peer in schedule.peers:  # so that both tell each other what they are about to do
             assert rank in schedules[peer].peers
@@ -109,28 +115,24 @@ class Rank:
         self.events: list[tuple[str, int, str, int]] = []  # what, slice, slot, peer
         depth = max(len(schedule.levels) for schedule in schedules)
         n_slices = len(schedules)
-        posted = [
-            [("post", number, step.slot, step.peer) for step in schedules[number].receives]
-            for number in range(n_slices)
-        ]
         peers = sorted(frozenset[int]().union(*(schedule.peers for schedule in schedules)))
         self.events += [("post", -1, "agreed", peer) for peer in peers]
         self.events += [("send", -1, "agreed", peer) for peer in peers]
+        for tick in range(AHEAD):
+            self.post(schedules, tick)
         for tick in range(n_slices + depth):
+            self.post(schedules, tick + AHEAD)
             for level in range(depth):
                 number = tick - level
-                if 0 <= number < n_slices and level < len(schedules[number].levels):
-                    for step in schedules[number].levels[level]:
-                        if isinstance(step, Send | Receive):
-                            kind = "send" if isinstance(step, Send) else "receive"
-                            self.events.append((kind, number, step.slot, step.peer))
-                if level == 0:
-                    if tick == 0:
-                        self.events += [("receive", -1, "agreed", peer) for peer in peers]
-                        self.events += [("left", -1, "agreed", peer) for peer in peers]
-                        self.events += posted[0]
-                    if tick + 1 < n_slices:
-                        self.events += posted[tick + 1]
+                if not 0 <= number < n_slices:
+                    continue
+                if level == 1 and number == 0:
+                    self.events += [("receive", -1, "agreed", peer) for peer in peers]
+                    self.events += [("left", -1, "agreed", peer) for peer in peers]
+                for step in schedules[number].level(level):
+                    if isinstance(step, Send | Receive):
+                        kind = "send" if isinstance(step, Send) else "receive"
+                        self.events.append((kind, number, step.slot, step.peer))
             if tick >= depth:
                 each = schedules[tick - depth]
                 self.events += [
@@ -140,6 +142,13 @@ class Rank:
                     if isinstance(step, Send)
                 ]
         self.events.reverse()
+
+    def post(self, schedules: list[Schedule], tick: int) -> None:
+        for number, schedule in enumerate(schedules):
+            if number <= tick:
+                for step in schedule.level(tick - number):
+                    if isinstance(step, Receive):
+                        self.events.append(("post", number, step.slot, step.peer))
 
 
 def simulate(topology: Topology, nonempty: list[tuple[bool, ...]], random: Random) -> Counter[str]:

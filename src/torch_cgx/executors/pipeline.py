@@ -1,12 +1,14 @@
 """One allreduce over transports, slice overlapping slice: see `schedule` for the order of steps.
 
-With the first payloads, all ranks that talk to each other compare what they are about to do, so that ranks that have
-lost step find out instead of adding up each other's bytes: a receive is only posted where the sender means the same.
+Before the first payloads, all ranks that talk to each other tell what they are about to do, so that ranks that have
+lost step find out instead of adding up each other's bytes. Nobody waits for that: payloads are tagged by the call that
+they belong to, and those of another call meet no receive.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +31,11 @@ __all__ = ["Pipeline"]
 _PHASES = ("encode", "wait", "reduce", "decode")
 _LATE_S = 2.0  # for a rank that comes later to a call that differs; one that never comes shall not hold up the error
 _POLL_S = 0.002
+_AGREEMENT_TAG = 0
+
+# A receive is posted so many ticks before its time. A payload for which none is posted yet waits at its sender, and the
+# word that one is there now waits behind all other payloads on the link.
+_AHEAD = 3
 
 
 @dataclass(slots=True)
@@ -43,7 +50,7 @@ class _Underway:
     leaving: list[Pending] = field(default_factory=list)
 
     def tag(self, slot: str) -> int:
-        return (self.first_tag + self.schedule.slots[slot].index) % TAGS
+        return _AGREEMENT_TAG + 1 + (self.first_tag + self.schedule.slots[slot].index) % (TAGS - 1)
 
     def coded(self, slot: str) -> Chunk:
         """What the slot's payload encodes, and how."""
@@ -75,7 +82,6 @@ class Pipeline:
         self._rank = rank
         self._global_ranks = tuple(global_ranks)
         self._staging = Staging(staging_nbytes)
-        self._next_tag = 0
         self.reset_figures()
 
     def reset_figures(self) -> None:
@@ -97,23 +103,21 @@ class Pipeline:
         """
         if not layout.slices:
             return
-        tag = self.next_tags(1)  # before all others, whose number may be another on a rank that has lost step
-        slices = [self._prepare(part, topology) for part in layout.slices]
+        slices = self._prepare(layout, topology, zlib.crc32(b"%d %d" % (rounding.op, agreed)))
         operation = _Operation(values, scale, replace(rounding, rank=self._rank), residual)
         depth = max(len(each.schedule.levels) for each in slices)
         peers = sorted(frozenset[int]().union(*(each.schedule.peers for each in slices)))
-        agreement = _Agreement(self, torch.tensor([rounding.op, agreed], dtype=torch.int64), peers, tag)
+        agreement = _Agreement(self, torch.tensor([rounding.op, agreed], dtype=torch.int64), peers)
+        for tick in range(_AHEAD):
+            self._post_receives(slices, tick, depth)
         for tick in range(len(slices) + depth):
+            self._post_receives(slices, tick + _AHEAD, depth)
             for level in range(depth):
                 number = tick - level
                 if 0 <= number < len(slices):
-                    self._make_steps(slices[number], level, operation)
-                if level == 0:
-                    if tick == 0:
+                    if level == 1 and number == 0:
                         agreement.finish()
-                        self._post_receives(slices[0])
-                    if tick + 1 < len(slices):
-                        self._post_receives(slices[tick + 1])
+                    self._make_steps(slices[number], level, operation)
             if tick >= depth:
                 self._close(slices[tick - depth])
 
@@ -125,26 +129,31 @@ class Pipeline:
     def name(self, rank: int | None = None) -> str:
         return f"rank {self._global_ranks[self._rank if rank is None else rank]}"
 
-    def next_tags(self, count: int) -> int:
-        first = self._next_tag
-        self._next_tag = (first + count) % TAGS
-        return first
-
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.figures[phase] += time.perf_counter() - start
 
-    def _prepare(self, part: Slice, topology: Topology) -> _Underway:
-        nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
-        schedule = schedule_for(topology, nonempty, self._rank)
-        return _Underway(part, schedule, self.next_tags(len(schedule.slots)))
+    def _prepare(self, layout: Layout, topology: Topology, tag: int) -> list[_Underway]:
+        """Its slices, with tags that follow each other from some number on."""
+        slices = []
+        for part in layout.slices:
+            nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
+            schedule = schedule_for(topology, nonempty, self._rank)
+            slices.append(_Underway(part, schedule, tag))
+            tag += len(schedule.slots)
+        return slices
 
-    def _post_receives(self, each: _Underway) -> None:
-        for step in each.schedule.receives:
-            payload = each.slots[step.slot] = self._staging.take(each.coded(step.slot).nbytes)
-            each.arriving[step.slot] = self.transport(step.peer).receive(payload, step.peer, each.tag(step.slot))
+    def _post_receives(self, slices: Sequence[_Underway], tick: int, depth: int) -> None:
+        """Those that are waited for at this tick."""
+        for number in range(max(0, tick - depth + 1), min(tick + 1, len(slices))):
+            each = slices[number]
+            for step in each.schedule.level(tick - number):
+                if isinstance(step, Receive):
+                    payload = each.slots[step.slot] = self._staging.take(each.coded(step.slot).nbytes)
+                    message = self.transport(step.peer).receive(payload, step.peer, each.tag(step.slot))
+                    each.arriving[step.slot] = message
 
     def _close(self, each: _Underway) -> None:
         with self.timed("wait_s"):
@@ -156,9 +165,7 @@ class Pipeline:
         each.slots.clear()
 
     def _make_steps(self, each: _Underway, level: int, operation: _Operation) -> None:
-        if level >= len(each.schedule.levels):
-            return
-        for step in each.schedule.levels[level]:
+        for step in each.schedule.level(level):
             if isinstance(step, Send):
                 payload = each.slots[step.slot]
                 each.leaving.append(self.transport(step.peer).send(payload, step.peer, each.tag(step.slot)))
@@ -169,6 +176,9 @@ class Pipeline:
             else:
                 with torch.inference_mode():  # the values may be a tensor of that mode
                     self._compute(each, step, operation)
+        for slots in each.schedule.spent[level : level + 1]:
+            for slot in slots:
+                self._staging.give(each.slots.pop(slot))
 
     def _compute(self, each: _Underway, step: Step, operation: _Operation) -> None:
         values, rounding, residual = operation.values, operation.rounding, operation.residual
@@ -198,15 +208,15 @@ class Pipeline:
 class _Agreement:
     """What this rank is about to do, told to each peer that it will talk to, and compared with what they tell."""
 
-    def __init__(self, pipeline: Pipeline, mine: Tensor, peers: Sequence[int], tag: int) -> None:
+    def __init__(self, pipeline: Pipeline, mine: Tensor, peers: Sequence[int]) -> None:
         self._pipeline = pipeline
         self._mine = mine
         self._theirs = {peer: torch.empty_like(mine) for peer in peers}
         self._arriving = {
-            peer: pipeline.transport(peer).receive(theirs.view(torch.uint8), peer, tag)
+            peer: pipeline.transport(peer).receive(theirs.view(torch.uint8), peer, _AGREEMENT_TAG)
             for peer, theirs in self._theirs.items()
         }
-        self._leaving = [pipeline.transport(peer).send(mine.view(torch.uint8), peer, tag) for peer in peers]
+        self._leaving = [pipeline.transport(peer).send(mine.view(torch.uint8), peer, _AGREEMENT_TAG) for peer in peers]
 
     def finish(self) -> None:
         with self._pipeline.timed("wait_s"):

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.executors.programs import SharedSlot, programs_for
-from torch_cgx.program import Program, Receive, Send, Step
+from torch_cgx.program import Combine, Program, Receive, Reduce, Send, Step
 
 __all__ = ["Schedule", "levels_of", "schedule_for"]
 
@@ -24,9 +24,13 @@ class Schedule:
     """One rank's program, by levels."""
 
     levels: tuple[Program, ...]  # as many on every rank; those of a rank may be empty
-    receives: tuple[Receive, ...]
+    spent: tuple[tuple[str, ...], ...]  # by level: slots that no later step needs, and that were not sent
     peers: frozenset[int]  # whom this rank sends to or receives from
     slots: dict[str, SharedSlot]  # all ranks'
+
+    def level(self, level: int) -> Program:
+        """Its steps; none beyond the last."""
+        return self.levels[level] if level < len(self.levels) else ()
 
 
 @lru_cache(maxsize=256)
@@ -35,13 +39,22 @@ def schedule_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> S
     by_rank = levels_of(programs)
     depth = max((level for levels in by_rank for level in levels), default=0)
     mine = list(zip(programs[rank], by_rank[rank], strict=True))
-    messages = [step for step in programs[rank] if isinstance(step, Send | Receive)]
+    last_use = {slot: level for step, level in mine for slot in _slots_of(step)}
+    sent = {step.slot for step in programs[rank] if isinstance(step, Send)}
     return Schedule(
         levels=tuple(tuple(step for step, of_step in mine if of_step == level) for level in range(depth + 1)),
-        receives=tuple(step for step in messages if isinstance(step, Receive)),
-        peers=frozenset(step.peer for step in messages),
+        spent=tuple(
+            tuple(slot for slot, last in last_use.items() if last == level and slot not in sent)
+            for level in range(depth + 1)
+        ),
+        peers=frozenset(step.peer for step in programs[rank] if isinstance(step, Send | Receive)),
         slots=slots,
     )
+
+
+def _slots_of(step: Step) -> tuple[str, ...]:
+    inputs = step.inputs if isinstance(step, Reduce | Combine) else ()
+    return inputs if isinstance(step, Combine) else (*inputs, step.slot)
 
 
 def levels_of(programs: Sequence[Program]) -> list[list[int]]:
