@@ -26,8 +26,7 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from torch_cgx import calls, defaults, membership
-from torch_cgx.calls import collective_call, reduction_name
-from torch_cgx.carried import CarriedCollectives
+from torch_cgx.calls import collective_call, options_from, reduction_name
 from torch_cgx.config import Compression, Settings
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.shm import SharedGroup
@@ -36,6 +35,7 @@ from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer
 from torch_cgx.nodes import open_executor
 from torch_cgx.quantizers import Identity
+from torch_cgx.reduce_scatters import ReduceScatters
 from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
 from torch_cgx.transports.gloo import hang_up
 from torch_cgx.transports.mpi_process import finalises_at_exit
@@ -63,7 +63,7 @@ def live_groups() -> list[ProcessGroupCGX]:
     return [group for group in list(_groups) if not group.is_closed]
 
 
-class ProcessGroupCGX(CarriedCollectives):
+class ProcessGroupCGX(ReduceScatters):
     """One rank's end of a process group with backend "cgx"."""
 
     def __init__(
@@ -151,6 +151,8 @@ class ProcessGroupCGX(CarriedCollectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        if self._reducer is not None:
+            self._reducer.set_timeout(timeout)
 
     # ---- allreduce ----
 
@@ -158,11 +160,14 @@ class ProcessGroupCGX(CarriedCollectives):
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if len(tensors) != 1:
             raise ValueError(f"all_reduce: expected one tensor, got a list of {len(tensors)}")
-        return self._allreduce("all_reduce", tensors[0], tensors, _options(c10d.AllreduceOptions, opts))
+        return self._allreduce("all_reduce", tensors[0], tensors, options_from(c10d.AllreduceOptions, opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        opts = _options(c10d.AllreduceCoalescedOptions, opts)
+        opts = options_from(c10d.AllreduceCoalescedOptions, opts)
         tensors = list(tensors)
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            run = partial(self._backend(tensors[0]).allreduce_coalesced, tensors, opts)
+            return self._carry("all_reduce", run, tensors[0].dtype, None, tensors)
         together = self._fusable(tensors, reduction_name(opts.reduceOp))
         alone = [tensor for tensor in tensors if not any(tensor is other for other in together)]
         fused = Fused(together) if together else None  # before any is reduced: one may be a part of another
@@ -197,7 +202,7 @@ class ProcessGroupCGX(CarriedCollectives):
         """
         if defaults.is_uncompressed():
             layers, residual = (Layer(tensor.numel(), Identity()),), None
-        opts = _options(c10d.AllreduceOptions, dist.ReduceOp.AVG)
+        opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.AVG)
         opts.asyncOp = True  # hooks never wait
         return self._allreduce("all_reduce", tensor, [tensor], opts, layers, residual, stochastic)
 
@@ -289,55 +294,10 @@ class ProcessGroupCGX(CarriedCollectives):
         self._completions.watch(work, f"cgx::run {request.operation}")
         return work
 
-    # ---- reduce-scatter and barrier, as allreduces ----
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        if isinstance(outputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        opts = _options(c10d.ReduceScatterOptions, opts)
-        if outputs[0].device.type != "cpu":
-            run = partial(self._backend(outputs[0]).reduce_scatter, outputs, inputs, opts)
-            return self._carry("reduce_scatter", run, outputs[0].dtype, None, list(outputs))
-        output, shares = outputs[0], inputs[0]
-        if len(shares) != self._world:
-            raise ValueError(f"reduce_scatter: expected {self._world} input tensors, one a rank, got {len(shares)}")
-        _check_output("reduce_scatter", output, shares[self._rank].numel(), shares[self._rank].dtype)
-        buffer = torch.cat([share.detach().reshape(-1) for share in shares])
-        start = sum(share.numel() for share in shares[: self._rank])
-        mine = buffer[start : start + shares[self._rank].numel()].view(shares[self._rank].shape)
-        return self._scatter_sum("reduce_scatter", buffer, mine, output, opts)
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        opts = _options(c10d.ReduceScatterOptions, opts)
-        if input.device.type != "cpu":
-            run = partial(self._backend(input)._reduce_scatter_base, output, input, opts)
-            return self._carry("reduce_scatter_tensor", run, input.dtype, tuple(input.shape), [output])
-        if input.numel() != output.numel() * self._world:
-            raise ValueError(
-                f"reduce_scatter_tensor: expected an input of {self._world} times the output's "
-                f"{output.numel()} values, got {input.numel()}"
-            )
-        _check_output("reduce_scatter_tensor", output, output.numel(), input.dtype)
-        buffer = input.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        mine = buffer.view(self._world, -1)[self._rank].view(output.shape)
-        return self._scatter_sum("reduce_scatter_tensor", buffer, mine, output, opts)
-
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        pairs = zip(outputs, inputs, strict=True)
-        parts = [self._reduce_scatter_base(output, input, opts) for output, input in pairs]
-        return CompositeWork(parts, _nothing, list(outputs), self._completions)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
-
-    def _scatter_sum(self, operation: str, buffer: Tensor, mine: Tensor, output: Tensor, opts: Any) -> Any:
-        """Reduce a copy of the inputs, then take this rank's share; as Gloo does, whose handle cannot be polled."""
-        work = self._allreduce(operation, buffer, [buffer], opts)
-        return CompositeWork([work], lambda: output.detach().copy_(mine), [output], self._completions)
+    # ---- the barrier, as an allreduce ----
 
     def barrier(self, opts: Any = None) -> Any:
-        opts = _options(c10d.BarrierOptions, opts)
+        opts = options_from(c10d.BarrierOptions, opts)
         self._check_usable()
         on_cuda = self._nccl is not None and opts.device is not None and opts.device.type == "cuda"
         if self._shared is None or self._reducer is None or on_cuda:
@@ -420,16 +380,6 @@ def _is_profiled() -> bool:
     return profiler._is_profiler_enabled or _profiler_enabled()
 
 
-def _options(kind: Any, given: Any) -> Any:
-    """torch's options, from whichever of its calling forms this one is."""
-    if isinstance(given, kind):
-        return given
-    options = kind()
-    if given is not None:
-        options.reduceOp = given
-    return options
-
-
 def _allreduce_options(given: Any, reduction: Any) -> Any:
     """Options for Gloo's allreduce from those of whatever is made of it."""
     options = c10d.AllreduceOptions()
@@ -450,13 +400,6 @@ def _widest_compression(layers: Sequence[Layer]) -> Compression:
 def _milliseconds(asked: timedelta, default: timedelta) -> int:
     chosen = asked if asked > timedelta(0) else default
     return max(1, int(chosen.total_seconds() * 1000))
-
-
-def _check_output(operation: str, output: Tensor, numel: int, dtype: torch.dtype) -> None:
-    if output.numel() != numel or output.dtype != dtype:
-        raise ValueError(
-            f"{operation}: expected an output of {numel} values of {dtype}, got {output.numel()} of {output.dtype}"
-        )
 
 
 def _check_dense(tensor: Tensor) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
 from torch_cgx import _native
 
-__all__ = ["NAMES", "collective_call", "reduction_name"]
+__all__ = ["NAMES", "collective_call", "options_from", "reduction_name"]
 
 _OPERATIONS = (
     "all_reduce",
@@ -73,3 +74,13 @@ _BY_OP = {getattr(ReduceOp.RedOpType, name): name for name in _REDUCTIONS}
 def reduction_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
     """The name of a reduction, in whichever of torch's two forms it comes."""
     return _BY_OP[getattr(op, "op", op)]
+
+
+def options_from(kind: Any, given: Any) -> Any:
+    """torch's options, from whichever of its calling forms this one is."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    if given is not None:
+        options.reduceOp = given
+    return options

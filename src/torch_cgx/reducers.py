@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -66,6 +67,8 @@ class Reducer(Protocol):
     def stats(self) -> dict[str, float]: ...
 
     def reset_stats(self) -> None: ...
+
+    def set_timeout(self, timeout: timedelta) -> None: ...
 
     def close(self) -> None: ...
 
@@ -192,6 +195,9 @@ class SharedReducer:
     def reset_stats(self) -> None:
         self._shared.reset_stats()
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Requests bring theirs."""
+
     def close(self) -> None:
         self._shared.close()
         self._pending.clear()
@@ -244,6 +250,9 @@ class MessageReducer:
             ("operations", "compressed_operations", "bytes_before", "bytes_after"), 0
         )
         self._executor.reset_stats()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._executor.set_timeout(timeout)
 
     def close(self) -> None:
         self._executor.close()

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -381,6 +382,22 @@ def test_waiting_for_a_rank_that_never_calls_ends_with_the_groups_timeout() -> N
     )
     raised(first, "CGXTimeoutError")
     assert "rank 1" in first.message
+    assert first.after_mark_s is not None
+    assert GROUP_TIMEOUT_S - 0.5 < first.after_mark_s < GROUP_TIMEOUT_S + SOON_S
+
+
+def one_never_calls_after_a_shorter_timeout(me: Rank) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    group.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))  # type: ignore[attr-defined]
+    one_never_calls(me)
+
+
+def test_a_timeout_can_be_changed() -> None:
+    first, _ = observe_ranks(
+        one_never_calls_after_a_shorter_timeout, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=100
+    )
+    raised(first, "CGXTimeoutError")
     assert first.after_mark_s is not None
     assert GROUP_TIMEOUT_S - 0.5 < first.after_mark_s < GROUP_TIMEOUT_S + SOON_S
 

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -131,6 +132,12 @@ class MessageExecutor:
 
     def reset_stats(self) -> None:
         self._pipeline.reset_figures()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For waits that begin from now on."""
+        for transport in self._transports:
+            if transport is not None:
+                transport.timeout = timeout
 
     def close(self) -> None:
         """End the thread, once what is queued is done. One that outlives the interpreter would abort the process."""

@@ -6,6 +6,7 @@ makes them by name.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Protocol
 
 from torch import Tensor
@@ -21,7 +22,7 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Until it has left (send) or arrived (receive); other threads run meanwhile.
 
-        Raises `CGXTimeoutError` after the group's timeout and `PeerLostError` where the peer cannot be reached;
+        Raises `CGXTimeoutError` after the transport's timeout and `PeerLostError` where the peer cannot be reached;
         both name the peer, what was waited for and for how long.
         """
 
@@ -35,6 +36,8 @@ class Transport(Protocol):
     Payloads are contiguous uint8 tensors on the CPU, of any length, 0 included. Tags are 0 to TAGS - 1. Messages of
     one tag between two ranks arrive in the order of their sending; those of different tags in any order.
     """
+
+    timeout: timedelta  # of waits that begin from now on
 
     def send(self, payload: Tensor, peer: int, tag: int) -> Pending:
         """The payload must not change until the message has left, for which the peer may have to receive it."""

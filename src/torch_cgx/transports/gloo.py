@@ -68,7 +68,8 @@ class _Watchers:
 
 
 class _Message:
-    def __init__(self, work: Any, payload: Tensor, what: str, watchers: _Watchers) -> None:
+    def __init__(self, transport: GlooTransport, work: Any, payload: Tensor, what: str, watchers: _Watchers) -> None:
+        self._transport = transport
         self._work = work
         self._payload = payload  # Gloo works on its memory
         self._what = what
@@ -83,7 +84,7 @@ class _Message:
 
     def wait(self) -> None:
         if self._watched is not None:
-            self._watched.wait()  # no longer than the watcher's own wait, which has the group's timeout
+            self._watched.wait()  # no longer than the watcher's own wait, which has the transport's timeout
         elif not self._ended:
             self.finish()
         if self._error is not None:
@@ -98,7 +99,7 @@ class _Message:
     def finish(self) -> None:
         started = time.monotonic()
         try:
-            self._work.wait()
+            self._work.wait(self._transport.timeout)
         except RuntimeError as error:
             self._error = self._translated(error, time.monotonic() - started)
         self._ended = True
@@ -122,6 +123,7 @@ class GlooTransport:
     def __init__(self, store: Store, rank: int, world: int, timeout: timedelta, global_ranks: Sequence[int]) -> None:
         self._upward: Any = ProcessGroupGloo(PrefixStore("upward", store), rank, world, timeout)
         self._downward: Any = ProcessGroupGloo(PrefixStore("downward", store), rank, world, timeout)
+        self.timeout = timeout
         self._rank = rank
         self._me = global_ranks[rank]
         self._global_ranks = tuple(global_ranks)
@@ -162,7 +164,7 @@ class GlooTransport:
             work = start()
         except RuntimeError as error:  # the connection is gone already
             raise PeerLostError(f"{what}: {error}. Look at that rank's output, then restart all ranks.") from error
-        message = _Message(work, payload, what, self._watchers)
+        message = _Message(self, work, payload, what, self._watchers)
         with self._lock:
             self._messages.add(message)
         return message

@@ -93,7 +93,7 @@ class _Message:
         nap_s, look_s = 0.0, _LOOK_S
         while not self.done():
             waited_s = time.monotonic() - started
-            if waited_s > self._transport.timeout_s:
+            if waited_s > self._transport.timeout.total_seconds():
                 self._give_up(CGXTimeoutError, f"gave up after {waited_s:.1f} s")
             elif waited_s > look_s:
                 look_s = waited_s + _LOOK_S
@@ -152,7 +152,7 @@ class MpiTransport:
     """
 
     def __init__(self, mpi: Any, communicator: Any, timeout: timedelta, global_ranks: Sequence[int]) -> None:
-        self.timeout_s = timeout.total_seconds()
+        self.timeout = timeout
         self._mpi = mpi
         self._communicator = communicator
         self._me = global_ranks[communicator.Get_rank()]
@@ -182,9 +182,10 @@ class MpiTransport:
             self._closed = True
         if self._mpi.Is_finalized():
             return
+        deadline = time.monotonic() + _GIVE_UP_S  # for all of them together
         for message in list(self._under_way):
             if not self.is_released(message):
-                self.give_up(message, CGXError(f"{message.what}: the group was destroyed meanwhile"))
+                self.give_up(message, CGXError(f"{message.what}: the group was destroyed meanwhile"), deadline)
         with contextlib.suppress(self._mpi.Exception):  # nobody hears it who is gone
             self._farewells = [self._communicator.Isend(bytearray(1), peer, _LEAVING_TAG) for peer in self._peers]
         _closed.append(self)
@@ -211,13 +212,14 @@ class MpiTransport:
                 mpi_process.progress.seen()
             return message not in self._under_way
 
-    def give_up(self, message: _Message, error: CGXError) -> None:
+    def give_up(self, message: _Message, error: CGXError, deadline: float | None = None) -> None:
         """Fail it, and take its memory back from MPI where that can be done."""
         with self._lock:
             message.fail(error)
             with contextlib.suppress(self._mpi.Exception):
                 message.cancel()
-        deadline = time.monotonic() + _GIVE_UP_S
+        if deadline is None:
+            deadline = time.monotonic() + _GIVE_UP_S
         while not self.is_released(message):
             if time.monotonic() > deadline:
                 mpi_process.stranded.append(message)
