@@ -27,12 +27,18 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of so many channels, each with so many blocks and, but for the first, half the width and height."""
+    """Stages of so many channels, each with so many blocks and, but for the first, half the width and height.
 
-    def __init__(self, channels: tuple[int, ...], blocks: int, classes: int = 10) -> None:
+    `pool` makes the first stage four times as cheap.
+    """
+
+    def __init__(self, channels: tuple[int, ...], blocks: int, pool: bool = False, classes: int = 10) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, channels[0], 3, padding=1, bias=False), nn.BatchNorm2d(channels[0]), nn.ReLU()
+            nn.Conv2d(3, channels[0], 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels[0]),
+            nn.ReLU(),
+            nn.MaxPool2d(2) if pool else nn.Identity(),
         )
         stages: list[nn.Module] = []
         before = channels[0]
@@ -49,5 +55,5 @@ class ResNet(nn.Module):
 
 MODELS = {
     "resnet18": lambda: ResNet((64, 128, 256, 512), blocks=2),
-    "small": lambda: ResNet((16, 32, 64), blocks=1),
+    "small": lambda: ResNet((16, 32, 64), blocks=1, pool=True),
 }
