@@ -87,7 +87,9 @@ def train(options: argparse.Namespace) -> None:
     windows = windows_of(questions, tokenize, options.max_length, options.stride, special)
     steps_an_epoch = len(windows) // (options.batch * dist.get_world_size())
     if steps_an_epoch == 0:
-        raise ValueError(f"--batch {options.batch} on {dist.get_world_size()} processes: there are {len(windows)} windows only")
+        raise ValueError(
+            f"--batch {options.batch} on {dist.get_world_size()} processes: there are {len(windows)} windows only"
+        )
 
     steps = max(1, round(options.epochs * steps_an_epoch))
     model.to(device)

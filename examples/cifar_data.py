@@ -52,7 +52,10 @@ def load_npz(path: Path) -> Cifar:
             raise ValueError(f"{path} has no {', '.join(missing)}; expected {', '.join(ARRAYS)}")
         train, train_labels, test, test_labels = (torch.from_numpy(arrays[name]) for name in ARRAYS)
     return Cifar(
-        train.permute(0, 3, 1, 2).contiguous(), train_labels.long(), test.permute(0, 3, 1, 2).contiguous(), test_labels.long()
+        train.permute(0, 3, 1, 2).contiguous(),
+        train_labels.long(),
+        test.permute(0, 3, 1, 2).contiguous(),
+        test_labels.long(),
     )
 
 

@@ -33,7 +33,9 @@ def train(options: argparse.Namespace) -> None:
     data = load(options.data)
     steps_an_epoch = len(data.train_images) // (options.batch * world)
     if steps_an_epoch == 0:
-        raise ValueError(f"--batch {options.batch} on {world} processes: there are {len(data.train_images)} images only")
+        raise ValueError(
+            f"--batch {options.batch} on {world} processes: there are {len(data.train_images)} images only"
+        )
 
     steps = max(1, round(options.epochs * steps_an_epoch))
     model = MODELS[options.model]().to(device)

@@ -36,8 +36,12 @@ def flags(doc: str | None, *, epochs: int, batch: int, lr: float) -> argparse.Ar
     parser.add_argument("--epochs", type=float, default=epochs)
     parser.add_argument("--batch", type=int, default=batch, help="per process")
     parser.add_argument("--lr", type=float, default=lr, help="the highest: it rises to this, then falls to 0")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the order of the data and its augmentation")
-    parser.add_argument("--average", type=float, default=0.0, metavar="DECAY", help="test a running mean of the weights")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights, the order of the data and its augmentation"
+    )
+    parser.add_argument(
+        "--average", type=float, default=0.0, metavar="DECAY", help="test a running mean of the weights"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="of a process, for computing on a CPU (default: torch's)")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR")

@@ -62,7 +62,8 @@ class Words:
 
     def __call__(self, text: str) -> list[Token]:
         return [
-            Token(self.numbers.get(word.group().lower(), UNKNOWN), word.start(), word.end()) for word in self.split(text)
+            Token(self.numbers.get(word.group().lower(), UNKNOWN), word.start(), word.end())
+            for word in self.split(text)
         ]
 
     @staticmethod
