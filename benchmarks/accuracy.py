@@ -2,9 +2,9 @@
 
     python benchmarks/accuracy.py --data ../shared/data
 
-Runs examples/cifar_train.py (the small ResNet) and examples/gpt_train.py with each seed exactly, at 4 bits, and at 2 bits
-with and without error feedback. Runs of one seed have the same weights at the start, the same data in the same order,
-and differ in compression alone, so differences are taken seed by seed. Prints a table in markdown: mean, mean
+Runs examples/cifar_train.py (the small ResNet) and examples/gpt_train.py with each seed exactly, at 4 bits, and at 2
+bits with and without error feedback. Runs of one seed have the same weights at the start, the same data in the same
+order, and differ in compression alone, so differences are taken seed by seed. Prints a table in markdown: mean, mean
 difference to exact, and its 95 % confidence interval (Student's t, n - 1 degrees of freedom).
 
 Each run is stored in the JSON file as soon as it is done, and is not repeated while its command line stays the same.
@@ -110,13 +110,8 @@ def main() -> int:
 
     wanted = [(task, setting, seed) for seed in range(options.seeds) for task in tasks for setting in SETTINGS]
     missing = [run for run in wanted if not is_done(runs, *run)]
-    absent = sorted(
-        {
-            str(options.data / TASKS[task].data)
-            for task, _, _ in missing
-            if not (options.data / TASKS[task].data).is_file()
-        }
-    )
+    files = sorted({options.data / TASKS[task].data for task, _, _ in missing})
+    absent = [str(file) for file in files if not file.is_file()]
     if absent:
         print(f"accuracy: not there: {', '.join(absent)}; --data names the folder that has them", file=sys.stderr)
         return 1

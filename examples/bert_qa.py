@@ -1,12 +1,13 @@
 """Question answering with BERT on a file in SQuAD's format, with gradients that travel at 4 bits a value.
 
     torchrun --standalone --nproc-per-node 2 examples/bert_qa.py
-    mpirun -np 2 python examples/bert_qa.py --data train-v1.1.json --test-data dev-v1.1.json --pretrained bert-base-uncased \\
-        --max-length 384 --stride 128 --epochs 2 --batch 12 --lr 3e-5
+    mpirun -np 2 python examples/bert_qa.py --data train-v1.1.json --test-data dev-v1.1.json \\
+        --pretrained bert-base-uncased --max-length 384 --stride 128 --epochs 2 --batch 12 --lr 3e-5
 
-The first trains a small BERT from random weights until it knows the 40 answers in examples/data/qa.json by heart: it shows
-the way, not what BERT can do. The second is the real thing: it needs the package transformers, a network (or a model's
-folder in place of the name) and SQuAD 1.1. Prints exact match and F1, on `--test-data` or else on the training's own file.
+The first trains a small BERT from random weights until it knows the 40 answers in examples/data/qa.json by heart: it
+shows the way, not what BERT can do. The second is the real thing: it needs the package transformers, a network (or a
+model's folder in place of the name) and SQuAD 1.1. Prints exact match and F1, on `--test-data` or else on the
+training's own file.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def train(options: argparse.Namespace) -> None:
 def test(
     model: nn.Module, questions: list[Question], windows: list[Window], pad: int, device: torch.device
 ) -> tuple[float, float]:
-    """Exact match and F1. Each rank answers its share of the questions; of all windows of one the surest answer counts."""
+    """Exact match and F1. Each rank answers its share of the questions; the surest of all windows' answers counts."""
     model.eval()
     mine = [window for window in windows if window.question % dist.get_world_size() == dist.get_rank()]
     answers: dict[int, tuple[float, str]] = {}

@@ -34,7 +34,7 @@ class Question(NamedTuple):
 
 
 class Window(NamedTuple):
-    """[CLS] question [SEP] a piece of the context [SEP], and where the answer is: at [CLS] if it is not in the piece."""
+    """[CLS] question [SEP] a piece of the context [SEP], and where the answer is: at [CLS] if not in the piece."""
 
     question: int
     tokens: list[int]
