@@ -51,7 +51,7 @@ class Task:
     scale: float  # what a figure is multiplied by for the table
     sign: int  # 1: more is better
     allowed: float  # the bad end of the interval at 4 bits must be closer than this, in units
-    arguments: list[str]
+    arguments: str
 
 
 # An average of the weights and a learning rate that falls to 0 make the end of a training much less noisy.
@@ -65,7 +65,7 @@ TASKS = {
         100,
         1,
         2.0,
-        ["--model", "small", "--epochs", "20", "--batch", "64", "--lr", "0.1", "--average", "0.98"],
+        "--model small --epochs 20 --batch 64 --lr 0.1 --average 0.98",
     ),
     "gpt": Task(
         "gpt_train.py",
@@ -75,22 +75,7 @@ TASKS = {
         1,
         -1,
         0.03,
-        [
-            "--epochs",
-            "2.2",
-            "--batch",
-            "16",
-            "--lr",
-            "3e-3",
-            "--context",
-            "64",
-            "--layers",
-            "2",
-            "--width",
-            "96",
-            "--average",
-            "0.98",
-        ],
+        "--epochs 2.2 --batch 16 --lr 3e-3 --context 64 --layers 2 --width 96 --average 0.98",
     ),
 }
 Runs = dict[str, dict[str, Any]]
@@ -133,7 +118,7 @@ def key(task: str, setting: str, seed: int) -> str:
 
 
 def arguments_of(task: str, setting: str, seed: int) -> list[str]:
-    return [*COMMON, *TASKS[task].arguments, *SETTINGS[setting], "--seed", str(seed)]
+    return [*COMMON, *TASKS[task].arguments.split(), *SETTINGS[setting], "--seed", str(seed)]
 
 
 def is_done(runs: Runs, task: str, setting: str, seed: int) -> bool:

@@ -154,6 +154,8 @@ class Journal:
             self.bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             if self.writer is not None:
                 self.writer.add_scalar("loss", loss.item(), number)
+                if self.state is not None and number % 100 == 0:
+                    self.state.log_to(self.writer)
 
     def stop(self) -> None:
         """The training is over: what follows is not timed."""
