@@ -16,7 +16,7 @@ from torch_cgx.quantizers import Identity, MaxMin
 
 __all__ = ["KnownBucket", "KnownLayer"]
 
-_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+_FEW = 4096  # raw values of one layer that are looked at one by one
 
 
 @dataclass(slots=True)
@@ -70,14 +70,20 @@ class KnownBucket:
 
     dtype: torch.dtype
     layers: Sequence[KnownLayer]
+    compressible: bool  # values of this type on this device
     skip_incomplete: bool
     residual: Tensor | None = None
+    measured: bool = field(init=False)
     wire_layers: tuple[Layer, ...] = field(init=False)
     exact_layers: tuple[Layer, ...] = field(init=False)
+    _telling: Tensor = field(init=False)  # positions that tell whether any value is not finite, together with
+    _raw: list[slice] = field(init=False)  # these ranges
 
     def __post_init__(self) -> None:
+        self.measured = all(each.relative_error is not None for each in self.layers if self.quantizer(each).bits != 32)
         self.wire_layers = _joined([Layer(each.numel, self.quantizer(each)) for each in self.layers])
         self.exact_layers = _joined([Layer(each.numel, Identity()) for each in self.layers])
+        self._telling, self._raw = _telling(self.wire_layers)
 
     @property
     def is_compressed(self) -> bool:
@@ -85,8 +91,7 @@ class KnownBucket:
 
     def quantizer(self, layer: KnownLayer) -> MaxMin | Identity:
         bits, block = layer.compression.bits, layer.compression.block
-        exact = bits == 32 or self.dtype not in _COMPRESSIBLE
-        return Identity() if exact else MaxMin(bits, block, self.skip_incomplete)
+        return Identity() if bits == 32 or not self.compressible else MaxMin(bits, block, self.skip_incomplete)
 
     def is_made_of(self, dtype: torch.dtype, parameters: Sequence[Tensor]) -> bool:
         return (
@@ -97,8 +102,9 @@ class KnownBucket:
 
     def measure(self, buffer: Tensor) -> None:
         """What quantizing these gradients, which are this rank's own, will lose."""
+        self.measured = True
         for layer in self.layers:
-            if self.quantizer(layer).bits == 32 or buffer.device.type != "cpu":
+            if self.quantizer(layer).bits == 32:
                 continue
             values = layer.of(buffer)
             bits, block = layer.compression.bits, layer.compression.block
@@ -106,7 +112,8 @@ class KnownBucket:
             decoded = codec.dequantize(payload, layer.numel, values.dtype, bits, block)
             norm = torch.linalg.vector_norm(values, dtype=torch.float32)
             lost = torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float32)
-            layer.relative_error = float(lost / norm) if norm > 0 else 0.0
+            if torch.isfinite(norm):
+                layer.relative_error = float(lost / norm) if norm > 0 else 0.0
 
     def look_at_own(self, buffer: Tensor, step: int) -> None:
         """Note the layers that are not finite before they are averaged."""
@@ -114,27 +121,31 @@ class KnownBucket:
             if layer.nonfinite_here is None and not torch.isfinite(layer.of(buffer)).all():
                 layer.nonfinite_here = step
 
-    def may_be_nonfinite(self, averaged: Tensor) -> bool:
-        """A look at one value of each block: where one value is not finite, the whole block decodes to NaN."""
-        stride = min(layer.quantizer.block for layer in self.wire_layers if layer.quantizer.bits != 32)
-        return not bool(torch.isfinite(averaged[::stride].sum(dtype=torch.float32)))
+    def may_be_nonfinite(self, averaged: Tensor, compressed: bool) -> bool:
+        """A quick look. Of a block one value is enough: where one is not finite, the whole block decodes to NaN."""
+        if not compressed:
+            return not bool(torch.isfinite(averaged.sum(dtype=torch.float32)))
+        looked_at = averaged[self._telling].sum(dtype=torch.float32)
+        for raw in self._raw:
+            looked_at += averaged[raw].sum(dtype=torch.float32)
+        return not bool(torch.isfinite(looked_at))
 
-    def look_at_average(self, averaged: Tensor, step: int) -> bool:
+    def look_at_average(self, averaged: Tensor, step: int, looked_at_own: bool) -> bool:
         """Note the layers that are not finite, and whether that came from here; whether there are any."""
         found = False
         for layer in self.layers:
             if torch.isfinite(layer.of(averaged)).all():
                 continue
             found = True
-            if layer.nonfinite_step is not None:
+            if layer.nonfinite_step is None:
+                layer.nonfinite_step = step
+            if layer.nonfinite_here is not None or layer.nonfinite_elsewhere:
                 continue
-            layer.nonfinite_step = step
             own = layer.own_gradient(averaged)
-            if own is not None and layer.nonfinite_here is None:
-                if torch.isfinite(own).all():
-                    layer.nonfinite_elsewhere = True
-                else:
-                    layer.nonfinite_here = step
+            if looked_at_own or (own is not None and torch.isfinite(own).all()):
+                layer.nonfinite_elsewhere = True
+            elif own is not None:
+                layer.nonfinite_here = step
         return found
 
     def reports(self) -> list[LayerReport]:
@@ -150,3 +161,21 @@ def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
         else:
             joined.append(layer)
     return tuple(joined)
+
+
+def _telling(layers: Sequence[Layer]) -> tuple[Tensor, list[slice]]:
+    """The first value of each block and all raw values: as positions where they are few, else as ranges."""
+    positions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    ranges: list[slice] = []
+    start = 0
+    for layer in layers:
+        end, quantizer = start + layer.numel, layer.quantizer
+        raw_from = end - quantizer.raw_tail(layer.numel)
+        if raw_from > start:
+            positions.append(torch.arange(start, raw_from, quantizer.block))
+        if end - raw_from <= _FEW:
+            positions.append(torch.arange(raw_from, end))
+        else:
+            ranges.append(slice(raw_from, end))
+        start = end
+    return torch.cat(positions), ranges
