@@ -7,6 +7,7 @@ average and how far off compression may be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.error_bound import error_bound
 from distributed.gradients import SLACK
-from torch_cgx import CGXState
+from torch_cgx import CGXState, cgx_hook
 from torch_cgx.hooks.report import LayerReport
 
 BLOCK = 1024  # of a state that is told nothing else
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # of a model at a step on a rank
+
+
+def hook(ddp: DistributedDataParallel, **options: Any) -> CGXState:
+    """Register a hook whose state knows the model's names."""
+    state = CGXState.from_model(ddp, **options)
+    ddp.register_comm_hook(state, cgx_hook)
+    return state
 
 
 def gradients_of(module: nn.Module, loss: Loss, step: int, rank: int) -> list[Tensor]:

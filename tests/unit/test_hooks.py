@@ -8,6 +8,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,3 +293,23 @@ def test_a_group_of_one_trains_as_without_a_hook(alone: None) -> None:
             assert p.grad is not None and q.grad is not None
             assert torch.equal(p.grad, q.grad)
     assert state.report().step == 2
+
+
+def test_a_report_reaches_tensorboard(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    values = torch.randn(8187)
+    state = CGXState()
+    state._buckets[0] = known_bucket(values)
+    state._buckets[0].measure(values)
+    state._step = 12
+    writer = tensorboard.SummaryWriter(str(tmp_path))
+    state.log_to(writer)
+    writer.close()
+    events = loader.EventAccumulator(str(tmp_path)).Reload()
+    (ratio,) = events.Scalars("cgx/ratio")
+    assert ratio.step == 12 and ratio.value == pytest.approx(state.report().ratio)
+    (bits,) = events.Scalars("cgx/bits/layer_0")
+    assert bits.value == 4
+    (error,) = events.Scalars("cgx/relative_error/layer_0")
+    assert error.value == pytest.approx(state.report().layers[0].relative_error)
