@@ -240,10 +240,13 @@ def test_where_a_nan_comes_from() -> None:
     for layer in known.layers:
         layer.parameter.grad = layer.of(view)  # as gradient_as_bucket_view has it
     view[2050] = torch.nan
-    assert known.look_at_average(view, 5, looked_at_own=False)
+    assert not known.watching
+    known.look_at_average(view, 5, looked_at_own=False)
+    assert known.watching
     layer = known.layers[1]
     assert (layer.nonfinite_step, layer.nonfinite_here, layer.nonfinite_elsewhere) == (5, None, False)
-    assert known.look_at_average(view, 6, looked_at_own=True)
+    known.look_at_average(view, 6, looked_at_own=True)
+    assert not known.watching
     assert (layer.nonfinite_step, layer.nonfinite_here, layer.nonfinite_elsewhere) == (5, None, True)
     known.look_at_own(view, 7)
     assert layer.nonfinite_here == 7
@@ -309,7 +312,7 @@ def test_a_report_reaches_tensorboard(tmp_path: Path) -> None:
     events = loader.EventAccumulator(str(tmp_path)).Reload()
     (ratio,) = events.Scalars("cgx/ratio")
     assert ratio.step == 12 and ratio.value == pytest.approx(state.report().ratio)
-    (bits,) = events.Scalars("cgx/bits/layer_0")
+    (bits,) = events.Scalars("cgx/bits/layer 0")
     assert bits.value == 4
-    (error,) = events.Scalars("cgx/relative_error/layer_0")
+    (error,) = events.Scalars("cgx/relative_error/layer 0")
     assert error.value == pytest.approx(state.report().layers[0].relative_error)

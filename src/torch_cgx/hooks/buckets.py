@@ -40,6 +40,11 @@ class KnownLayer:
         self.nonfinite_here = before.nonfinite_here
         self.nonfinite_elsewhere = before.nonfinite_elsewhere
 
+    @property
+    def is_unexplained(self) -> bool:
+        """Its average was not finite, and whether that came from here is not known."""
+        return self.nonfinite_step is not None and self.nonfinite_here is None and not self.nonfinite_elsewhere
+
     def of(self, buffer: Tensor) -> Tensor:
         return buffer[self.start : self.start + self.numel]
 
@@ -74,6 +79,7 @@ class KnownBucket:
     skip_incomplete: bool
     residual: Tensor | None = None
     measured: bool = field(init=False)
+    watching: bool = field(init=False)  # a layer is unexplained: look at this rank's own gradients
     wire_layers: tuple[Layer, ...] = field(init=False)
     exact_layers: tuple[Layer, ...] = field(init=False)
     _telling: Tensor = field(init=False)  # positions that tell whether any value is not finite, together with
@@ -81,6 +87,7 @@ class KnownBucket:
 
     def __post_init__(self) -> None:
         self.measured = all(each.relative_error is not None for each in self.layers if self.quantizer(each).bits != 32)
+        self.watching = any(each.is_unexplained for each in self.layers)
         self.wire_layers = _joined([Layer(each.numel, self.quantizer(each)) for each in self.layers])
         self.exact_layers = _joined([Layer(each.numel, Identity()) for each in self.layers])
         self._telling, self._raw = _telling(self.wire_layers)
@@ -117,6 +124,8 @@ class KnownBucket:
 
     def look_at_own(self, buffer: Tensor, step: int) -> None:
         """Note the layers that are not finite before they are averaged."""
+        if torch.isfinite(buffer.sum(dtype=torch.float32)):
+            return
         for layer in self.layers:
             if layer.nonfinite_here is None and not torch.isfinite(layer.of(buffer)).all():
                 layer.nonfinite_here = step
@@ -130,23 +139,21 @@ class KnownBucket:
             looked_at += averaged[raw].sum(dtype=torch.float32)
         return not bool(torch.isfinite(looked_at))
 
-    def look_at_average(self, averaged: Tensor, step: int, looked_at_own: bool) -> bool:
-        """Note the layers that are not finite, and whether that came from here; whether there are any."""
-        found = False
+    def look_at_average(self, averaged: Tensor, step: int, looked_at_own: bool) -> None:
+        """Note the layers that are not finite, and whether that came from here."""
         for layer in self.layers:
             if torch.isfinite(layer.of(averaged)).all():
                 continue
-            found = True
             if layer.nonfinite_step is None:
                 layer.nonfinite_step = step
-            if layer.nonfinite_here is not None or layer.nonfinite_elsewhere:
+            if not layer.is_unexplained:
                 continue
             own = layer.own_gradient(averaged)
             if looked_at_own or (own is not None and torch.isfinite(own).all()):
                 layer.nonfinite_elsewhere = True
             elif own is not None:
                 layer.nonfinite_here = step
-        return found
+        self.watching = any(layer.is_unexplained for layer in self.layers)
 
     def reports(self) -> list[LayerReport]:
         return [layer.report(self.dtype.itemsize, self.quantizer(layer)) for layer in self.layers]

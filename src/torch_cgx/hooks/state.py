@@ -87,7 +87,6 @@ class CGXState:
         self._group_of: Any = None  # the model's, which it was made for
         self._step = 0
         self._measured_step: int | None = None
-        self._watching = False  # something was not finite: look at every step from now on
         self._buckets: dict[int, KnownBucket] = {}
         self._layers: dict[int, KnownLayer] = {}  # by the identity of parameters
         self._residuals = Residuals()
@@ -161,7 +160,7 @@ class CGXState:
             self._step += 1
             self._buckets = {index: each for index, each in self._buckets.items() if index <= bucket.index()}
         measuring = step % self.measure_every == 0
-        looking = self._watching or measuring
+        looking = known.watching or measuring
         if looking:
             known.look_at_own(buffer, step)
         compressing = known.is_compressed and step >= self._settings["start_step"] and not defaults.is_uncompressed()
@@ -180,8 +179,8 @@ class CGXState:
             nonfinite = averaged.device.type == "cpu" and known.may_be_nonfinite(averaged, compressing)
             if residual is not None and lost is not None:
                 residual.add_(torch.where(torch.isfinite(averaged), lost, 0) if nonfinite else lost)
-            if nonfinite and known.look_at_average(averaged, step, looking):
-                self._watching = True
+            if nonfinite:
+                known.look_at_average(averaged, step, looking)
             return averaged
 
         done: torch.futures.Future[Tensor] = work.get_future().then(finish)
