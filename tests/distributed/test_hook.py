@@ -299,6 +299,26 @@ def test_the_hook_on_a_subgroup(backend: str) -> None:
     same_on_all_ranks(ends[:2])
 
 
+def group_made_again(me: Rank, backend: str) -> Tensor:
+    state, before = CGXState(), None
+    for turn in ("first", "second"):
+        me.start_group(backend, name=turn)
+        ddp = DistributedDataParallel(make_net())
+        state.attach(ddp)
+        ddp.register_comm_hook(state, cgx_hook)
+        checked_step(ddp, state, loss_of, me.rank, me.world, 0)
+        assert state.group is not before
+        assert torch_cgx.stats(state.group)["operations"] == 1
+        before = state.group
+        descend(ddp)
+        dist.destroy_process_group()
+    return flat(ddp)
+
+
+def test_a_state_goes_over_to_a_group_that_is_made_again(backend: str) -> None:
+    same_on_all_ranks(run_ranks(group_made_again, 2, None, backend, real_exit=True))
+
+
 def compiled(me: Rank) -> list[Tensor]:
     ends = []
     for inside in (False, True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -24,7 +25,7 @@ def cgx_group_of(group: Any) -> ProcessGroupCGX:
     store, rank = distributed_c10d._get_process_group_store(group), dist.get_rank(group)
     number = store.add(f"cgx beside/{rank}", 1)
     return ProcessGroupCGX(
-        dist.PrefixStore(f"cgx beside/{number}", store),
+        c10d.PrefixStore(f"cgx beside/{number}", store),
         rank,
         dist.get_world_size(group),
         _timeout_of(group),
