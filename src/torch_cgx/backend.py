@@ -34,7 +34,6 @@ from torch_cgx.fusion import Fused, fusable
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer
 from torch_cgx.nodes import open_executor
-from torch_cgx.quantizers import Identity
 from torch_cgx.reduce_scatters import ReduceScatters
 from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
 from torch_cgx.transports.gloo import hang_up
@@ -200,8 +199,6 @@ class ProcessGroupCGX(ReduceScatters):
 
         `residual`, float32 and as long, gets what this rank's encoding loses: see `Kernels`.
         """
-        if defaults.is_uncompressed():
-            layers, residual = (Layer(tensor.numel(), Identity()),), None
         opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.AVG)
         opts.asyncOp = True  # hooks never wait
         return self._allreduce("all_reduce", tensor, [tensor], opts, layers, residual, stochastic)
@@ -209,6 +206,10 @@ class ProcessGroupCGX(ReduceScatters):
     def let_decide(self, decider: object) -> None:
         """As long as this lives, CGX_COMPRESSION_QUANTIZATION_BITS compresses nothing on this group."""
         self._deciders.add(decider)
+
+    def can_compress(self, tensor: Tensor) -> bool:
+        """Whether an average of such tensors would be compressed if asked for; else it is exact."""
+        return tensor.dtype in _COMPRESSIBLE and self._is_ours(tensor, "AVG")
 
     @property
     def settings(self) -> Settings:

@@ -106,9 +106,11 @@ def test_every_launcher_has_a_variable_that_wakes_the_autoload() -> None:
     assert {place.rank_variable for place in places} == set(autoload.LAUNCHER_VARIABLES)
 
 
-def test_the_old_import_name_says_what_is_not_there_yet() -> None:
+def test_the_old_import_name_has_the_hook() -> None:
     import cgx_utils
+    import torch_cgx
 
-    with pytest.raises(ImportError, match="later release"):
-        from cgx_utils import CGXState  # noqa: F401
+    assert cgx_utils.CGXState is torch_cgx.CGXState
+    assert cgx_utils.cgx_hook is torch_cgx.cgx_hook
     assert not hasattr(cgx_utils, "something_else")
+    assert not hasattr(torch_cgx, "something_else")

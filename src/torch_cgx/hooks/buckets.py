@@ -16,7 +16,7 @@ from torch_cgx.quantizers import Identity, MaxMin
 
 __all__ = ["KnownBucket", "KnownLayer"]
 
-_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+_FEW = 4096  # raw values of one layer that are looked at one by one
 
 
 @dataclass(slots=True)
@@ -39,6 +39,11 @@ class KnownLayer:
         self.nonfinite_step = before.nonfinite_step
         self.nonfinite_here = before.nonfinite_here
         self.nonfinite_elsewhere = before.nonfinite_elsewhere
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Its average was not finite, and whether that came from here is not known."""
+        return self.nonfinite_step is not None and self.nonfinite_here is None and not self.nonfinite_elsewhere
 
     def of(self, buffer: Tensor) -> Tensor:
         return buffer[self.start : self.start + self.numel]
@@ -70,14 +75,22 @@ class KnownBucket:
 
     dtype: torch.dtype
     layers: Sequence[KnownLayer]
+    compressible: bool  # values of this type on this device
     skip_incomplete: bool
     residual: Tensor | None = None
+    measured: bool = field(init=False)
+    watching: bool = field(init=False)  # a layer is unexplained: look at this rank's own gradients
     wire_layers: tuple[Layer, ...] = field(init=False)
     exact_layers: tuple[Layer, ...] = field(init=False)
+    _telling: Tensor = field(init=False)  # positions that tell whether any value is not finite, together with
+    _raw: list[slice] = field(init=False)  # these ranges
 
     def __post_init__(self) -> None:
+        self.measured = all(each.relative_error is not None for each in self.layers if self.quantizer(each).bits != 32)
+        self.watching = any(each.is_unexplained for each in self.layers)
         self.wire_layers = _joined([Layer(each.numel, self.quantizer(each)) for each in self.layers])
         self.exact_layers = _joined([Layer(each.numel, Identity()) for each in self.layers])
+        self._telling, self._raw = _telling(self.wire_layers)
 
     @property
     def is_compressed(self) -> bool:
@@ -85,8 +98,7 @@ class KnownBucket:
 
     def quantizer(self, layer: KnownLayer) -> MaxMin | Identity:
         bits, block = layer.compression.bits, layer.compression.block
-        exact = bits == 32 or self.dtype not in _COMPRESSIBLE
-        return Identity() if exact else MaxMin(bits, block, self.skip_incomplete)
+        return Identity() if bits == 32 or not self.compressible else MaxMin(bits, block, self.skip_incomplete)
 
     def is_made_of(self, dtype: torch.dtype, parameters: Sequence[Tensor]) -> bool:
         return (
@@ -97,8 +109,9 @@ class KnownBucket:
 
     def measure(self, buffer: Tensor) -> None:
         """What quantizing these gradients, which are this rank's own, will lose."""
+        self.measured = True
         for layer in self.layers:
-            if self.quantizer(layer).bits == 32 or buffer.device.type != "cpu":
+            if self.quantizer(layer).bits == 32:
                 continue
             values = layer.of(buffer)
             bits, block = layer.compression.bits, layer.compression.block
@@ -106,36 +119,41 @@ class KnownBucket:
             decoded = codec.dequantize(payload, layer.numel, values.dtype, bits, block)
             norm = torch.linalg.vector_norm(values, dtype=torch.float32)
             lost = torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float32)
-            layer.relative_error = float(lost / norm) if norm > 0 else 0.0
+            if torch.isfinite(norm):
+                layer.relative_error = float(lost / norm) if norm > 0 else 0.0
 
     def look_at_own(self, buffer: Tensor, step: int) -> None:
         """Note the layers that are not finite before they are averaged."""
+        if torch.isfinite(buffer.sum(dtype=torch.float32)):
+            return
         for layer in self.layers:
             if layer.nonfinite_here is None and not torch.isfinite(layer.of(buffer)).all():
                 layer.nonfinite_here = step
 
-    def may_be_nonfinite(self, averaged: Tensor) -> bool:
-        """A look at one value of each block: where one value is not finite, the whole block decodes to NaN."""
-        stride = min(layer.quantizer.block for layer in self.wire_layers if layer.quantizer.bits != 32)
-        return not bool(torch.isfinite(averaged[::stride].sum(dtype=torch.float32)))
+    def may_be_nonfinite(self, averaged: Tensor, compressed: bool) -> bool:
+        """A quick look. Of a block one value is enough: where one is not finite, the whole block decodes to NaN."""
+        if not compressed:
+            return not bool(torch.isfinite(averaged.sum(dtype=torch.float32)))
+        looked_at = averaged[self._telling].sum(dtype=torch.float32)
+        for raw in self._raw:
+            looked_at += averaged[raw].sum(dtype=torch.float32)
+        return not bool(torch.isfinite(looked_at))
 
-    def look_at_average(self, averaged: Tensor, step: int) -> bool:
-        """Note the layers that are not finite, and whether that came from here; whether there are any."""
-        found = False
+    def look_at_average(self, averaged: Tensor, step: int, looked_at_own: bool) -> None:
+        """Note the layers that are not finite, and whether that came from here."""
         for layer in self.layers:
             if torch.isfinite(layer.of(averaged)).all():
                 continue
-            found = True
-            if layer.nonfinite_step is not None:
+            if layer.nonfinite_step is None:
+                layer.nonfinite_step = step
+            if not layer.is_unexplained:
                 continue
-            layer.nonfinite_step = step
             own = layer.own_gradient(averaged)
-            if own is not None and layer.nonfinite_here is None:
-                if torch.isfinite(own).all():
-                    layer.nonfinite_elsewhere = True
-                else:
-                    layer.nonfinite_here = step
-        return found
+            if looked_at_own or (own is not None and torch.isfinite(own).all()):
+                layer.nonfinite_elsewhere = True
+            elif own is not None:
+                layer.nonfinite_here = step
+        self.watching = any(layer.is_unexplained for layer in self.layers)
 
     def reports(self) -> list[LayerReport]:
         return [layer.report(self.dtype.itemsize, self.quantizer(layer)) for layer in self.layers]
@@ -150,3 +168,21 @@ def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
         else:
             joined.append(layer)
     return tuple(joined)
+
+
+def _telling(layers: Sequence[Layer]) -> tuple[Tensor, list[slice]]:
+    """The first value of each block and all raw values: as positions where they are few, else as ranges."""
+    positions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    ranges: list[slice] = []
+    start = 0
+    for layer in layers:
+        end, quantizer = start + layer.numel, layer.quantizer
+        raw_from = end - quantizer.raw_tail(layer.numel)
+        if raw_from > start:
+            positions.append(torch.arange(start, raw_from, quantizer.block))
+        if end - raw_from <= _FEW:
+            positions.append(torch.arange(raw_from, end))
+        else:
+            ranges.append(slice(raw_from, end))
+        start = end
+    return torch.cat(positions), ranges

@@ -27,12 +27,13 @@ class Choices:
         self._layer_min_numel = layer_min_numel
         self._overrides = dict(overrides)
 
-    def of(self, name: str | None, shape: Sequence[int], numel: int) -> Compression:
+    def of(self, names: Sequence[str], shape: Sequence[int], numel: int) -> Compression:
+        """Of a parameter that has these names: several, where modules share it."""
         if len(shape) <= 1 or numel < self._layer_min_numel:
             return _EXACT
         chosen = self._default
         for pattern, override in self._overrides.items():  # of several that match, the last
-            if name is not None and fnmatchcase(name, pattern):
+            if any(fnmatchcase(name, pattern) for name in names):
                 chosen = override
         return chosen
 
@@ -48,6 +49,8 @@ class Choices:
 
 def read_compression(where: str, given: Mapping[str, int], default: Compression) -> Compression:
     """A dict with "bits" and "bucket_size", as users write it; what is missing is as in the default."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: expected a dict with the keys {' and '.join(map(repr, _KEYS))}, got {given!r}")
     unknown = [key for key in given if key not in _KEYS]
     if unknown:
         raise ValueError(f"{where}: expected the keys {' and '.join(map(repr, _KEYS))}, got {unknown[0]!r}")

@@ -23,7 +23,7 @@ class LayerReport:
     relative_error: float | None  # |decoded - x| / |x| of this rank's own gradient x at the last measured step
     nonfinite_step: int | None  # the first step with a NaN or an infinity in the average
     nonfinite_here: int | None  # the first step with one in this rank's own gradient
-    nonfinite_elsewhere: bool  # it is known that the first one in the average was not this rank's
+    nonfinite_elsewhere: bool  # there was one in the average while this rank's own gradient had none
 
 
 @dataclass(frozen=True, slots=True)

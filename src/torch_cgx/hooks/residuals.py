@@ -19,11 +19,10 @@ class Residuals:
 
     def __init__(self) -> None:
         self._by_parameter: dict[int, Tensor] = {}  # flat views into those of grad buckets
-        self._flats: dict[int, Tensor] = {}  # by grad bucket
         self._waiting: dict[str, Tensor] = {}  # loaded, for parameters that have not been seen yet
         self.scale = 1.0
 
-    def lay_out(self, index: int, parameters: Sequence[Tensor], names: Sequence[str | None]) -> Tensor:
+    def lay_out(self, parameters: Sequence[Tensor], names: Sequence[str | None]) -> Tensor:
         """The residuals of a grad bucket, one after the other: those kept so far, else zeros."""
         flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
         views = torch.split(flat, [parameter.numel() for parameter in parameters])
@@ -34,7 +33,6 @@ class Residuals:
             if kept is not None:
                 view.copy_(kept.view(-1))
             self._by_parameter[id(parameter)] = view
-        self._flats[index] = flat
         return flat
 
     def rescale(self, scale: float) -> None:
@@ -47,9 +45,15 @@ class Residuals:
     def put(self, named: Mapping[str, Tensor], scale: float) -> None:
         """Take the place of all that is kept, parameter by parameter as they come."""
         self._by_parameter.clear()
-        self._flats.clear()
         self._waiting = {name: kept.detach().to(torch.float32).clone() for name, kept in named.items()}
         self.scale = scale
+
+    def drop_waiting(self, fits: Callable[[str, int], bool]) -> list[str]:
+        """Forget what was loaded for parameters that, by name and number of values, are not there; their names."""
+        dropped = [name for name, kept in self._waiting.items() if not fits(name, kept.numel())]
+        for name in dropped:
+            del self._waiting[name]
+        return dropped
 
     def named(self, name_of: Callable[[int], str | None]) -> dict[str, Tensor]:
         """Copies, by parameter name; those without a name are left out."""

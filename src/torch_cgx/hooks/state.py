@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_cgx import defaults
 from torch_cgx.backend import ProcessGroupCGX
 from torch_cgx.config import Compression
 from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
 from torch_cgx.hooks.choices import Choices, read_compression
+from torch_cgx.hooks.groups import cgx_group_of
 from torch_cgx.hooks.report import Report
 from torch_cgx.hooks.residuals import Residuals, add_residual
 
@@ -64,12 +67,14 @@ class CGXState:
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler: expected a GradScaler, got {type(grad_scaler).__name__}")
         self._settings: dict[str, Any] = {}
-        self._names: dict[int, str] = {}  # by the identity of parameters, which buckets and the model keep alive
+        # By the identity of parameters, which buckets and the model keep alive; several names where modules share one.
+        self._names: dict[int, list[str]] = {}
+        self._numels: dict[str, int] = {}
         self._choose(
             {
                 "layer_min_size": layer_min_size,
-                "compression_params": dict(compression_params or {}),
-                "overrides": {pattern: dict(given) for pattern, given in (overrides or {}).items()},
+                "compression_params": {} if compression_params is None else compression_params,
+                "overrides": overrides or {},
                 "stochastic": stochastic,
                 "error_feedback": error_feedback,
                 "start_step": start_step,
@@ -79,14 +84,20 @@ class CGXState:
         self.grad_scaler = grad_scaler
         self.measure_every = measure_every
         self._group: ProcessGroupCGX | None = None
+        self._group_of: Any = None  # the model's, which it was made for
         self._step = 0
         self._measured_step: int | None = None
-        self._watching = False  # something was not finite: look at every step from now on
         self._buckets: dict[int, KnownBucket] = {}
         self._layers: dict[int, KnownLayer] = {}  # by the identity of parameters
         self._residuals = Residuals()
         if model is not None:
             self.attach(model)
+        elif overrides:
+            raise ValueError(
+                "overrides: expected the model whose parameters they name; make the state with CGXState.from_model"
+            )
+        if dist.is_initialized() and isinstance(own := self._own_group(), ProcessGroupCGX):
+            own.let_decide(self)
 
     @classmethod
     def from_model(cls, model: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> CGXState:
@@ -97,10 +108,14 @@ class CGXState:
 
     def attach(self, model: nn.Module) -> None:
         """Learn the names of a model's parameters, as after unpickling."""
-        found = _unwrapped(model).named_parameters()
+        found = _unwrapped(model).named_parameters(remove_duplicate=False)
         named = {name.replace("_orig_mod.", ""): parameter for name, parameter in found}
         self._choices.check_patterns(list(named))
-        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._names = {}
+        for name, parameter in named.items():
+            self._names.setdefault(id(parameter), []).append(name)
+        self._numels = {name: parameter.numel() for name, parameter in named.items()}
+        self._drop_residuals_of_others()
         self._buckets.clear()
 
     def _choose(self, settings: dict[str, Any]) -> None:
@@ -113,57 +128,59 @@ class CGXState:
             for pattern, given in settings["overrides"].items()
         }
         self._choices = Choices(default, layer_min_size, overrides)
-        self._settings = settings
+        self._settings = copy.deepcopy(settings)
 
     # ---- reducing ----
 
     @property
     def group(self) -> ProcessGroupCGX:
         """The group that carries the averages: the model's own where its backend is cgx, else one beside it."""
-        if self._group is None or self._group.is_closed:
-            own = dist.group.WORLD if self.process_group is None else self.process_group
-            if not isinstance(own, ProcessGroupCGX):
-                ranks = dist.get_process_group_ranks(own)
-                own = dist.new_group(ranks, backend="cgx", use_local_synchronization=True)
-            assert isinstance(own, ProcessGroupCGX)
-            own.let_decide(self)
-            self._group = own
+        own = self._own_group()
+        if self._group is None or self._group.is_closed or self._group_of is not own:
+            self._group, self._group_of = cgx_group_of(own), own
+            self._group.let_decide(self)
         return self._group
+
+    def _own_group(self) -> Any:
+        return dist.group.WORLD if self.process_group is None else self.process_group
+
+    def _name_of(self, identity: int) -> str | None:
+        names = self._names.get(identity)
+        return names[0] if names else None
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """What `cgx_hook` returns to DDP."""
         buffer = bucket.buffer()
         group = self.group
         known = self._known(bucket, group)
-        if bucket.index() == 0 and self._settings["error_feedback"] and self.grad_scaler is not None:
-            self._residuals.rescale(float(self.grad_scaler.get_scale()))
+        if bucket.index() == 0 and self._settings["error_feedback"]:
+            self._residuals.rescale(1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()))
         step = self._step
         if bucket.is_last():
             self._step += 1
             self._buckets = {index: each for index, each in self._buckets.items() if index <= bucket.index()}
-        compressing = known.is_compressed and step >= self._settings["start_step"]
-        if self._watching or step % self.measure_every == 0:
+        measuring = step % self.measure_every == 0
+        looking = known.watching or measuring
+        if looking:
             known.look_at_own(buffer, step)
-        if not compressing:
-            work = group.allreduce_layers(buffer, known.exact_layers)
-            exact: torch.futures.Future[Tensor] = work.get_future().then(_only)
-            return exact
-        residual, lost = known.residual, None
-        if residual is not None:
-            lost = add_residual(buffer, residual)
-        if step % self.measure_every == 0:
-            known.measure(buffer)
-            self._measured_step = step
-        work = group.allreduce_layers(
-            buffer, known.wire_layers, residual=residual, stochastic=self._settings["stochastic"]
-        )
+        compressing = known.is_compressed and step >= self._settings["start_step"] and not defaults.is_uncompressed()
+        layers, residual, lost = known.exact_layers, None, None
+        if compressing:
+            layers, residual = known.wire_layers, known.residual
+            if residual is not None:
+                lost = add_residual(buffer, residual)
+            if measuring or not known.measured:
+                known.measure(buffer)
+                self._measured_step = step
+        work = group.allreduce_layers(buffer, layers, residual=residual, stochastic=self._settings["stochastic"])
 
         def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             averaged = future.value()[0]
+            nonfinite = averaged.device.type == "cpu" and known.may_be_nonfinite(averaged, compressing)
             if residual is not None and lost is not None:
-                residual.add_(lost)
-            if averaged.device.type == "cpu" and known.may_be_nonfinite(averaged):
-                self._watching = known.look_at_average(averaged, step) or self._watching
+                residual.add_(torch.where(torch.isfinite(averaged), lost, 0) if nonfinite else lost)
+            if nonfinite:
+                known.look_at_average(averaged, step, looking)
             return averaged
 
         done: torch.futures.Future[Tensor] = work.get_future().then(finish)
@@ -182,9 +199,10 @@ class CGXState:
         layers: list[KnownLayer] = []
         start = 0
         for number, parameter in enumerate(parameters):
-            name = self._names.get(id(parameter)) or f"grad bucket {bucket.index()}, layer {number}"
+            names = self._names.get(id(parameter), [])
+            name = names[0] if names else f"grad bucket {bucket.index()}, layer {number}"
             numel = parameter.numel()
-            compression = self._choices.of(self._names.get(id(parameter)), parameter.shape, numel)
+            compression = self._choices.of(names, parameter.shape, numel)
             if numel < group.settings.minimal_numel:
                 compression = Compression(bits=32)
             layer = KnownLayer(name, parameter, start, numel, compression)
@@ -194,10 +212,9 @@ class CGXState:
             self._layers[id(parameter)] = layer
             layers.append(layer)
             start += numel
-        known = KnownBucket(dtype, layers, group.settings.skip_incomplete)
+        known = KnownBucket(dtype, layers, group.can_compress(bucket.buffer()), group.settings.skip_incomplete)
         if self._settings["error_feedback"] and known.is_compressed:
-            names = [self._names.get(id(parameter)) for parameter in parameters]
-            known.residual = self._residuals.lay_out(bucket.index(), parameters, names)
+            known.residual = self._residuals.lay_out(parameters, [self._name_of(id(each)) for each in parameters])
         self._buckets[bucket.index()] = known
         return known
 
@@ -206,7 +223,7 @@ class CGXState:
     def report(self) -> Report:
         """Every layer, on this rank: bits, bytes, the relative error when last measured, and NaN or infinity."""
         layers = [layer for _, known in sorted(self._buckets.items()) for layer in known.reports()]
-        order = {name: number for number, name in enumerate(self._names.values())}
+        order = {name: number for number, name in enumerate(self._numels)}
         layers.sort(key=lambda layer: order.get(layer.name, len(order)))
         return Report(dist.get_rank() if dist.is_initialized() else 0, self._step, self._measured_step, layers)
 
@@ -224,7 +241,7 @@ class CGXState:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs. Residuals are each rank's own, so each rank should save its own."""
-        residuals = self._residuals.named(self._names.get)
+        residuals = self._residuals.named(self._name_of)
         if len(residuals) < len(self._residuals):
             warnings.warn(
                 "residuals of parameters without names are not saved: make the state with CGXState.from_model",
@@ -233,7 +250,7 @@ class CGXState:
         return {
             "version": _VERSION,
             "step": self._step,
-            "settings": {**self._settings},
+            "settings": copy.deepcopy(self._settings),
             "rank": dist.get_rank(self.process_group) if dist.is_initialized() else 0,
             "world": dist.get_world_size(self.process_group) if dist.is_initialized() else 1,
             "residuals": residuals,
@@ -246,7 +263,7 @@ class CGXState:
             raise ValueError(f"state_dict: expected version {_VERSION}, got {saved.get('version')!r}")
         self._choose(dict(saved["settings"]))
         if self._names:
-            self._choices.check_patterns(list(self._names.values()))
+            self._choices.check_patterns(list(self._numels))
         self._step = int(saved["step"])
         self._buckets.clear()
         residuals = dict(saved["residuals"])
@@ -262,15 +279,20 @@ class CGXState:
                 stacklevel=2,
             )
             residuals = {}
-        unknown = [name for name in residuals if self._names and name not in self._names.values()]
-        if unknown:
-            warnings.warn(
-                f"dropped the residuals of {len(unknown)} layers that this model does not have, the first of them "
-                f"{unknown[0]}",
-                stacklevel=2,
-            )
-            residuals = {name: kept for name, kept in residuals.items() if name not in unknown}
         self._residuals.put(residuals, float(saved["residual_scale"]))
+        self._drop_residuals_of_others()
+
+    def _drop_residuals_of_others(self) -> None:
+        """Of parameters that the model does not have, or has in another size, once it is known."""
+        dropped = (
+            self._residuals.drop_waiting(lambda name, numel: self._numels.get(name) == numel) if self._names else []
+        )
+        if dropped:
+            warnings.warn(
+                f"dropped the residuals of {len(dropped)} layers that this model does not have in that size, the first "
+                f"of them {dropped[0]}",
+                stacklevel=3,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         with warnings.catch_warnings():
@@ -281,10 +303,6 @@ class CGXState:
         """On the default group, without names until `attach`; a GradScaler has to be given again."""
         self.__init__(measure_every=kept["measure_every"])  # type: ignore[misc]
         self.load_state_dict(kept["state"])
-
-
-def _only(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -1,0 +1,318 @@
+"""What of the DDP hook needs no other process: choices, their errors, checkpoints, reports, and a group of one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_cgx import CGXState, cgx_hook
+from torch_cgx.config import Compression
+from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
+from torch_cgx.hooks.residuals import Residuals, add_residual
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(8, 2048))
+
+
+def bits_of(state: CGXState, net: nn.Module) -> dict[str, tuple[int, int]]:
+    """(bits, block) of each parameter that is compressed."""
+    chosen = {name: state._choices.of([name], p.shape, p.numel()) for name, p in net.named_parameters()}
+    return {name: (each.bits, each.block) for name, each in chosen.items() if each.bits != 32}
+
+
+def test_large_layers_of_several_dimensions_are_compressed_and_no_others() -> None:
+    net = make_net()
+    expected = {"0.weight": (4, 1024), "3.weight": (4, 1024)}
+    assert bits_of(CGXState(), net) == expected
+    assert bits_of(CGXState(None, 1024, {"bits": 4, "bucket_size": 1024}), net) == expected
+    assert bits_of(CGXState(None, 2048), net) == expected
+    assert bits_of(CGXState(None, 2049), net) == {"3.weight": (4, 1024)}
+    every = dict.fromkeys(("0.weight", "2.weight", "3.weight"), (8, 64))
+    assert bits_of(CGXState(None, 0, {"bits": 8, "bucket_size": 64}), net) == every
+    assert bits_of(CGXState(None, compression_params={"bits": 2}), net)["0.weight"] == (2, 1024)
+    assert bits_of(CGXState(None, compression_params={"bits": 32}), net) == {}
+
+
+def test_of_several_overrides_that_match_the_last_holds() -> None:
+    net = make_net()
+    overrides: dict[str, dict[str, int]] = {"*.weight": {"bits": 8}, "3.*": {"bits": 2, "bucket_size": 64}}
+    state = CGXState.from_model(net, None, 0, {"bits": 4, "bucket_size": 512}, overrides=overrides)
+    assert bits_of(state, net) == {"0.weight": (8, 512), "2.weight": (8, 512), "3.weight": (2, 64)}
+    overrides["*"] = {"bits": 32}
+    assert bits_of(CGXState.from_model(net, overrides=overrides), net) == {}
+
+
+def test_a_shared_parameter_answers_to_each_of_its_names() -> None:
+    net = nn.ModuleDict({"embedding": nn.Linear(64, 64, bias=False), "lm_head": nn.Linear(64, 64, bias=False)})
+    net["lm_head"].weight = net["embedding"].weight
+    state = CGXState.from_model(net, overrides={"lm_head.weight": {"bits": 32}})
+    names = state._names[id(net["embedding"].weight)]
+    assert names == ["embedding.weight", "lm_head.weight"]
+    assert state._choices.of(names, (64, 64), 4096).bits == 32
+
+
+def test_names_are_those_of_the_users_module() -> None:
+    compiled = torch.compile(make_net(), backend="eager")
+    CGXState.from_model(compiled, overrides={"0.weight": {"bits": 8}})
+    partly = nn.Sequential(nn.Linear(64, 64), compiled)
+    CGXState.from_model(partly, overrides={"1.0.weight": {"bits": 8}})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"compression_params": {"bits": 9}}, "compression_params: bits: expected 1 to 8 or 32, got 9"),
+        ({"compression_params": {"bits": 0}}, "expected 1 to 8 or 32, got 0"),
+        ({"compression_params": {"bits": "4"}}, "compression_params: expected a whole number for 'bits', got '4'"),
+        ({"compression_params": {"bits": True}}, "expected a whole number for 'bits', got True"),
+        ({"compression_params": {"bit": 4}}, "expected the keys 'bits' and 'bucket_size', got 'bit'"),
+        ({"compression_params": {"bucket_size": 0}}, "bucket size: expected 1 to 65536 values, got 0"),
+        ({"compression_params": 4}, "expected a dict with the keys 'bits' and 'bucket_size', got 4"),
+        ({"overrides": {"0.*": {"bits": 3.5}}}, r"overrides\['0\.\*'\]: expected a whole number for 'bits', got 3\.5"),
+        ({"overrides": {"nothing.*": {"bits": 8}}}, "got 'nothing.*', which matches none of 0.weight"),
+        ({"layer_min_size": -1}, "layer_min_size: expected 0 or more values, got -1"),
+        ({"start_step": -1}, "start_step: expected 0 or more, got -1"),
+        ({"measure_every": 0}, "measure_every: expected 1 or more, got 0"),
+        ({"grad_scaler": 1024.0}, "grad_scaler: expected a GradScaler, got float"),
+    ],
+)
+def test_errors_name_what_is_allowed(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CGXState.from_model(make_net(), **given)
+
+
+def test_overrides_without_names_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"overrides: .*CGXState\.from_model"):
+        CGXState(None, overrides={"*": {"bits": 8}})
+
+
+# ---- residuals ----
+
+
+def test_residuals_are_kept_by_parameter_when_grad_buckets_are_made_anew() -> None:
+    a, b, c = (nn.Parameter(torch.zeros(n)) for n in (3, 4, 5))
+    residuals = Residuals()
+    first = residuals.lay_out([a, b, c], ["a", "b", "c"])
+    first.copy_(torch.arange(12.0))
+    second = residuals.lay_out([c, a], ["c", "a"])
+    third = residuals.lay_out([b], ["b"])
+    assert second.tolist() == [7, 8, 9, 10, 11, 0, 1, 2]
+    assert third.tolist() == [3, 4, 5, 6]
+    residuals.rescale(4.0)
+    assert second.tolist() == [28, 32, 36, 40, 44, 0, 4, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_adding_a_residual_loses_nothing(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x, residual = torch.randn(1000).to(dtype), torch.randn(1000)
+    exact = x.double() + residual
+    buffer = x.clone()
+    lost = add_residual(buffer, residual)
+    kept = buffer.double() + (0 if lost is None else lost)
+    torch.testing.assert_close(kept, exact, rtol=1e-6, atol=1e-7)
+    assert (lost is None) == (dtype == torch.float32)
+    full = torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
+    lost = add_residual(full, torch.full((4,), float(torch.finfo(dtype).max)))
+    assert torch.isinf(full).all()
+    assert lost is None or not lost.any()
+
+
+# ---- checkpoints, without a group ----
+
+
+def trained_like(net: nn.Module, **options: Any) -> CGXState:
+    """A state with residuals, as though it had made three steps."""
+    options = {"error_feedback": True, "overrides": {"0.*": {"bits": 2}}, **options}
+    state = CGXState.from_model(net, None, 512, {"bits": 3, "bucket_size": 256}, **options)
+    state._residuals.put({"0.weight": torch.randn(2048), "3.weight": torch.randn(16384)}, 8.0)
+    state._step = 3
+    return state
+
+
+def test_a_state_dict_holds_plain_types_and_tensors_and_comes_back() -> None:
+    net = make_net()
+    saved = trained_like(net).state_dict()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    state = CGXState.from_model(net)
+    state.load_state_dict(torch.load(file, weights_only=True))
+    again = state.state_dict()
+    assert again.keys() == saved.keys()
+    assert all(again[key] == saved[key] for key in saved if key != "residuals")
+    for name, kept in saved["residuals"].items():
+        assert torch.equal(again["residuals"][name], kept)
+    assert bits_of(state, net) == {"0.weight": (2, 256), "2.weight": (3, 256), "3.weight": (3, 256)}
+    saved["settings"]["compression_params"]["bits"] = 7
+    saved["residuals"]["0.weight"].zero_()
+    assert again["settings"]["compression_params"]["bits"] == 3
+    assert state.state_dict()["residuals"]["0.weight"].any()
+
+
+def test_loading_refuses_what_is_no_state_of_this_version() -> None:
+    with pytest.raises(ValueError, match="expected version 1, got None"):
+        CGXState().load_state_dict({})
+    with pytest.raises(ValueError, match="expected version 1, got 99"):
+        CGXState().load_state_dict({**CGXState().state_dict(), "version": 99})
+
+
+def test_residuals_of_layers_that_the_model_does_not_have_are_dropped_with_a_warning() -> None:
+    saved = trained_like(make_net(), overrides=None).state_dict()
+    other = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(8, 1024))
+    state = CGXState.from_model(other)
+    with pytest.warns(UserWarning, match=r"dropped the residuals of 1 layers .* 3\.weight"):
+        state.load_state_dict(saved)
+    assert state.state_dict()["residuals"].keys() == {"0.weight"}
+    unnamed = CGXState()
+    unnamed.load_state_dict(saved)  # what fits is not known yet
+    with pytest.warns(UserWarning, match=r"dropped the residuals of 1 layers .* 3\.weight"):
+        unnamed.attach(other)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_state_can_be_copied_and_pickled_without_its_group(copied: Any) -> None:
+    net = make_net()
+    state = trained_like(net, start_step=2, measure_every=7)
+    state.process_group = object()  # cannot be pickled, nor asked for its ranks
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = copied(state)
+        assert other.process_group is None
+        assert other.measure_every == 7
+        other.attach(net)
+        assert other.state_dict()["settings"] == state.state_dict()["settings"]
+        assert all(map(torch.equal, *(s.state_dict()["residuals"].values() for s in (state, other))))
+        assert other._step == 3
+
+
+# ---- reports ----
+
+
+def known_bucket(values: Tensor, skip_incomplete: bool = False) -> KnownBucket:
+    """Layers of 2049 (blocks of 64, the last of one value), 10 (exact), 6000 (exact) and 128 values."""
+    layers, start = [], 0
+    for number, (numel, bits) in enumerate(((2049, 4), (10, 32), (6000, 32), (128, 2))):
+        parameter = nn.Parameter(torch.zeros(numel))
+        layers.append(KnownLayer(f"layer {number}", parameter, start, numel, Compression(bits, 64)))
+        start += numel
+    assert values.numel() == start
+    return KnownBucket(torch.float32, layers, True, skip_incomplete)
+
+
+@pytest.mark.parametrize("skip_incomplete", [False, True])
+def test_a_quick_look_sees_every_value_that_is_not_finite(skip_incomplete: bool) -> None:
+    values = torch.randn(2049 + 10 + 6000 + 128)
+    known = known_bucket(values, skip_incomplete)
+    assert not known.may_be_nonfinite(values, compressed=True)
+    assert not known.may_be_nonfinite(values, compressed=False)
+    blocks = [slice(0, 64), slice(1984, 2048), slice(2048, 2049), slice(8059, 8123), slice(8123, 8187)]
+    raw = [slice(n, n + 1) for n in (2049, 2058, 2059, 5000, 8058)]
+    for bad in blocks + raw:
+        for what in (torch.nan, torch.inf, -torch.inf):
+            broken = values.clone()
+            broken[bad] = what
+            assert known.may_be_nonfinite(broken, compressed=True), bad
+            assert known.may_be_nonfinite(broken, compressed=False), bad
+    broken = values.clone()
+    broken[70] = torch.inf
+    assert known.may_be_nonfinite(broken, compressed=False)
+
+
+def test_where_a_nan_comes_from() -> None:
+    values = torch.randn(8187)
+    known = known_bucket(values)
+    view = values.clone()
+    for layer in known.layers:
+        layer.parameter.grad = layer.of(view)  # as gradient_as_bucket_view has it
+    view[2050] = torch.nan
+    assert not known.watching
+    known.look_at_average(view, 5, looked_at_own=False)
+    assert known.watching
+    layer = known.layers[1]
+    assert (layer.nonfinite_step, layer.nonfinite_here, layer.nonfinite_elsewhere) == (5, None, False)
+    known.look_at_average(view, 6, looked_at_own=True)
+    assert not known.watching
+    assert (layer.nonfinite_step, layer.nonfinite_here, layer.nonfinite_elsewhere) == (5, None, True)
+    known.look_at_own(view, 7)
+    assert layer.nonfinite_here == 7
+    assert all(each.nonfinite_step is None and each.nonfinite_here is None for each in known.layers if each != layer)
+
+
+def test_a_measured_error_is_that_of_the_quantizer() -> None:
+    values = torch.cat([torch.randn(2049), torch.zeros(6010), torch.zeros(128)])
+    known = known_bucket(values)
+    assert not known.measured
+    known.measure(values)
+    assert known.measured
+    errors = [layer.relative_error for layer in known.layers]
+    assert errors[1:3] == [None, None] and errors[3] == 0.0
+    assert errors[0] is not None and 0.01 < errors[0] < 0.15
+    before = errors[0]
+    values[3] = torch.nan
+    known.measure(values)
+    assert known.layers[0].relative_error == before
+
+
+def test_a_state_without_a_step_reports_nothing() -> None:
+    report = CGXState().report()
+    assert str(report) == "no grad bucket has been reduced yet"
+    assert json.loads(json.dumps(report.as_dict()))["layers"] == {}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_trains_as_without_a_hook(alone: None) -> None:
+    net, plain = make_net(), make_net()
+    ddp = DistributedDataParallel(net)
+    state = CGXState.from_model(ddp, error_feedback=True)
+    ddp.register_comm_hook(state, cgx_hook)
+    x = torch.randn(4, 32)
+    for _ in range(2):
+        ddp.zero_grad()
+        plain.zero_grad()
+        ddp(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert torch.equal(p.grad, q.grad)
+    assert state.report().step == 2
+
+
+def test_a_report_reaches_tensorboard(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    values = torch.randn(8187)
+    state = CGXState()
+    state._buckets[0] = known_bucket(values)
+    state._buckets[0].measure(values)
+    state._step = 12
+    writer = tensorboard.SummaryWriter(str(tmp_path))
+    state.log_to(writer)
+    writer.close()
+    events = loader.EventAccumulator(str(tmp_path)).Reload()
+    (ratio,) = events.Scalars("cgx/ratio")
+    assert ratio.step == 12 and ratio.value == pytest.approx(state.report().ratio)
+    (bits,) = events.Scalars("cgx/bits/layer 0")
+    assert bits.value == 4
+    (error,) = events.Scalars("cgx/relative_error/layer 0")
+    assert error.value == pytest.approx(state.report().layers[0].relative_error)
