@@ -16,7 +16,10 @@ from torch_cgx.quantizers import Identity, MaxMin
 
 __all__ = ["KnownBucket", "KnownLayer"]
 
-_FEW = 4096  # raw values of one layer that are looked at one by one
+# Measured, in terms of one value of many that lie together: what looking at one value by its position costs, and what a
+# range of values costs before its first.
+_POSITION_COST = 32
+_RANGE_COST = 8192
 
 
 @dataclass(slots=True)
@@ -82,15 +85,15 @@ class KnownBucket:
     watching: bool = field(init=False)  # a layer is unexplained: look at this rank's own gradients
     wire_layers: tuple[Layer, ...] = field(init=False)
     exact_layers: tuple[Layer, ...] = field(init=False)
-    _telling: Tensor = field(init=False)  # positions that tell whether any value is not finite, together with
-    _raw: list[slice] = field(init=False)  # these ranges
+    _positions: Tensor = field(init=False)  # tell whether any value is not finite, together with
+    _ranges: list[slice] = field(init=False)  # these
 
     def __post_init__(self) -> None:
         self.measured = all(each.relative_error is not None for each in self.layers if self.quantizer(each).bits != 32)
         self.watching = any(each.is_unexplained for each in self.layers)
         self.wire_layers = _joined([Layer(each.numel, self.quantizer(each)) for each in self.layers])
         self.exact_layers = _joined([Layer(each.numel, Identity()) for each in self.layers])
-        self._telling, self._raw = _telling(self.wire_layers)
+        self._positions, self._ranges = _telling(self.wire_layers)
 
     @property
     def is_compressed(self) -> bool:
@@ -134,9 +137,9 @@ class KnownBucket:
         """A quick look. Of a block one value is enough: where one is not finite, the whole block decodes to NaN."""
         if not compressed:
             return not bool(torch.isfinite(averaged.sum(dtype=torch.float32)))
-        looked_at = averaged[self._telling].sum(dtype=torch.float32)
-        for raw in self._raw:
-            looked_at += averaged[raw].sum(dtype=torch.float32)
+        looked_at = averaged[self._positions].sum(dtype=torch.float32)
+        for values in self._ranges:
+            looked_at += averaged[values].sum(dtype=torch.float32)
         return not bool(torch.isfinite(looked_at))
 
     def look_at_average(self, averaged: Tensor, step: int, looked_at_own: bool) -> None:
@@ -171,18 +174,24 @@ def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _telling(layers: Sequence[Layer]) -> tuple[Tensor, list[slice]]:
-    """The first value of each block and all raw values: as positions where they are few, else as ranges."""
+    """The first value of each block and all raw values, as positions or ranges; all values, where that is cheaper."""
     positions: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
     ranges: list[slice] = []
-    start = 0
+    start = cost = 0
     for layer in layers:
         end, quantizer = start + layer.numel, layer.quantizer
         raw_from = end - quantizer.raw_tail(layer.numel)
         if raw_from > start:
             positions.append(torch.arange(start, raw_from, quantizer.block))
-        if end - raw_from <= _FEW:
+            cost += _POSITION_COST * len(positions[-1])
+        raw_numel = end - raw_from
+        if _POSITION_COST * raw_numel <= _RANGE_COST + raw_numel:
             positions.append(torch.arange(raw_from, end))
+            cost += _POSITION_COST * raw_numel
         else:
             ranges.append(slice(raw_from, end))
+            cost += _RANGE_COST + raw_numel
         start = end
+    if cost > start + _RANGE_COST:
+        return positions[0], [slice(0, start)]
     return torch.cat(positions), ranges
