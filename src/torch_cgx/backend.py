@@ -77,7 +77,7 @@ class ProcessGroupCGX(ReduceScatters):
         self._carried: weakref.WeakSet[CarriedWork] = weakref.WeakSet()  # for the barrier, which waits for them
         self._closed = False
         self._forked = False
-        self._deciders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._has_decider = False
         self.layers = LayerTable()
 
         prefixed = partial(c10d.PrefixStore, store=store)
@@ -203,9 +203,12 @@ class ProcessGroupCGX(ReduceScatters):
         opts.asyncOp = True  # hooks never wait
         return self._allreduce("all_reduce", tensor, [tensor], opts, layers, residual, stochastic)
 
-    def let_decide(self, decider: object) -> None:
-        """As long as this lives, CGX_COMPRESSION_QUANTIZATION_BITS compresses nothing on this group."""
-        self._deciders.add(decider)
+    def heed_no_variable(self) -> None:
+        """From now on CGX_COMPRESSION_QUANTIZATION_BITS compresses nothing on this group: a hook's state decides.
+
+        For good, not for as long as the state lives: ranks collect garbage at different times.
+        """
+        self._has_decider = True
 
     def can_compress(self, tensor: Tensor) -> bool:
         """Whether an average of such tensors would be compressed if asked for; else it is exact."""
@@ -264,7 +267,7 @@ class ProcessGroupCGX(ReduceScatters):
         )
 
     def _default(self) -> Compression:
-        return defaults.asked_compression() if self._deciders else defaults.compression()
+        return defaults.asked_compression() if self._has_decider else defaults.compression()
 
     def _compression_for(self, tensor: Tensor) -> Compression:
         compression = self._default()

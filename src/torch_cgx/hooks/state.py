@@ -97,7 +97,7 @@ class CGXState:
                 "overrides: expected the model whose parameters they name; make the state with CGXState.from_model"
             )
         if dist.is_initialized() and isinstance(own := self._own_group(), ProcessGroupCGX):
-            own.let_decide(self)
+            own.heed_no_variable()
 
     @classmethod
     def from_model(cls, model: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> CGXState:
@@ -138,7 +138,7 @@ class CGXState:
         own = self._own_group()
         if self._group is None or self._group.is_closed or self._group_of is not own:
             self._group, self._group_of = cgx_group_of(own), own
-            self._group.let_decide(self)
+            self._group.heed_no_variable()
         return self._group
 
     def _own_group(self) -> Any:
