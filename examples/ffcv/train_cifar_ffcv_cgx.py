@@ -10,7 +10,9 @@ another: FFCV reads, augments and normalizes the next ones on threads of its own
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -64,7 +66,7 @@ class Betons:
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Not `distributed`, which repeats images until all ranks have as many.
-        images = np.arange(Reader(str(self.options.test_beton)).num_samples)
+        images = np.arange(Reader(str(self.options.test_beton)).num_samples, dtype=np.uint64)
         yield from Loader(
             str(self.options.test_beton),
             batch_size=500,
@@ -94,7 +96,14 @@ class Normalized(torch.nn.Module):
         return normalized(images)
 
 
+def end_the_process(failed: threading.ExceptHookArgs) -> None:
+    """For a failed thread: where it was FFCV's, the training would wait for its batches for ever."""
+    threading.__excepthook__(failed)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.excepthook = end_the_process
     parser = cifar_flags(__doc__)
     add_data_flags(parser)
     train(parse(parser, ["data", "training"]), Betons)
