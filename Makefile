@@ -4,6 +4,7 @@
 #   make test      lint, then all tests
 #   make lint      formatting, lint and types
 #   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory
+#   make accuracy  train with and without compression, five seeds each, and compare (ACCURACY_DATA: the folder of data)
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
 #   make clean     remove what make has made
@@ -13,6 +14,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TEST_LIMIT_S ?= 3600
 PYTEST_ARGS ?=
+ACCURACY_DATA ?= ../shared/data
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +27,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test lint bench sanitize native install clean
+.PHONY: demo test lint bench accuracy sanitize native install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -55,6 +57,10 @@ bench: $(STAMP)
 	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --simd all --json $(RESULTS)/kernels-all-levels.json
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --threads 1,2 --json $(RESULTS)/kernels-threads.json
+
+# What is in its JSON file already is not run again: remove that file to begin anew, which takes 45 minutes on two cores.
+accuracy: $(STAMP)
+	$(BIN)/python benchmarks/accuracy.py --data $(ACCURACY_DATA) --json $(RESULTS)/accuracy.json
 
 # Needs neither Python nor torch. PARTS="address valgrind" runs those alone; .ci/sanitize names them all.
 sanitize:

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 2
+#define CGX_ABI_VERSION 3
 
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3 } cgx_dtype;
 
@@ -150,6 +150,7 @@ typedef struct cgx_stats {
 typedef struct cgx_submission {
   const cgx_plan* plan;
   void* values;
+  float* residual; /* as in cgx_encode and cgx_reduce, or NULL */
   double scale;
   cgx_rounding rounding; /* operation, rank and stage are filled in by the group */
   int64_t timeout_ms;

@@ -23,9 +23,11 @@ from torch_cgx.version import __version__
 
 if TYPE_CHECKING:
     from torch_cgx.backend import ProcessGroupCGX
+    from torch_cgx.hooks import CGXState, cgx_hook
 
 __all__ = [
     "CGXError",
+    "CGXState",
     "CGXTimeoutError",
     "MismatchError",
     "PeerLostError",
@@ -33,6 +35,7 @@ __all__ = [
     "SharedMemoryError",
     "TransportError",
     "__version__",
+    "cgx_hook",
     "dequantize",
     "payload_nbytes",
     "quantize",
@@ -44,6 +47,15 @@ __all__ = [
     "stats",
     "uncompressed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The hook's names, when first asked for: `import torch` brings this package, and need not bring all of it."""
+    if name in ("CGXState", "cgx_hook"):
+        from torch_cgx import hooks
+
+        return getattr(hooks, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def stats(group: Any = None) -> dict[str, float]:

@@ -35,6 +35,7 @@ from torch_cgx.fusion import Fused, fusable
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer
 from torch_cgx.nodes import open_executor
+from torch_cgx.quantizers import Identity
 from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
 from torch_cgx.transports.gloo import hang_up
 from torch_cgx.transports.mpi_process import finalises_at_exit
@@ -77,6 +78,7 @@ class ProcessGroupCGX(CarriedCollectives):
         self._carried: weakref.WeakSet[CarriedWork] = weakref.WeakSet()  # for the barrier, which waits for them
         self._closed = False
         self._forked = False
+        self._deciders: weakref.WeakSet[Any] = weakref.WeakSet()
         self.layers = LayerTable()
 
         prefixed = partial(c10d.PrefixStore, store=store)
@@ -174,15 +176,48 @@ class ProcessGroupCGX(CarriedCollectives):
 
     def _fusable(self, tensors: list[Tensor], reduction: str) -> list[Tensor]:
         """Also where each is too small to be compressed: one message instead of many is what they gain."""
-        if self._reducer is None or defaults.compression().bits == 32:
+        if self._reducer is None or self._default().bits == 32:
             return []
         ours = fusable([t for t in tensors if self._is_ours(t, reduction) and t.dtype in _COMPRESSIBLE])
         for tensor in ours:
             _check_dense(tensor)
         return ours
 
+    def allreduce_layers(
+        self,
+        tensor: Tensor,
+        layers: tuple[Layer, ...],
+        *,
+        residual: Tensor | None = None,
+        stochastic: bool | None = None,
+    ) -> Any:
+        """Average a flat tensor whose consecutive layers have quantizers of their own: what hooks call.
+
+        `residual`, float32 and as long, gets what this rank's encoding loses: see `Kernels`.
+        """
+        if defaults.is_uncompressed():
+            layers, residual = (Layer(tensor.numel(), Identity()),), None
+        opts = _options(c10d.AllreduceOptions, dist.ReduceOp.AVG)
+        opts.asyncOp = True  # hooks never wait
+        return self._allreduce("all_reduce", tensor, [tensor], opts, layers, residual, stochastic)
+
+    def let_decide(self, decider: object) -> None:
+        """As long as this lives, CGX_COMPRESSION_QUANTIZATION_BITS compresses nothing on this group."""
+        self._deciders.add(decider)
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
     def _allreduce(
-        self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any, layers: tuple[Layer, ...] | None = None
+        self,
+        operation: str,
+        tensor: Tensor,
+        result: list[Tensor],
+        opts: Any,
+        layers: tuple[Layer, ...] | None = None,
+        residual: Tensor | None = None,
+        stochastic: bool | None = None,
     ) -> Any:
         """Reduce in place, by us or by whoever can. Only what the user called an all_reduce is compressed."""
         self._check_usable()
@@ -195,14 +230,22 @@ class ProcessGroupCGX(CarriedCollectives):
             return DoneWork(result, self._completions)
         if not tensor.is_contiguous():
             _check_dense(tensor)
-        compression = self._compression_for(tensor) if operation == "all_reduce" else _EXACT
+        if layers is not None:
+            compression = _widest_compression(layers)
+        else:
+            compression = self._compression_for(tensor) if operation == "all_reduce" else _EXACT
         if tensor.numel() == 0:
             return self._carry(operation, None, tensor.dtype, tuple(tensor.shape), result, reduction=reduction)
         if self._shared is None and compression.bits == 32:
             return self._allreduce_by_gloo(operation, tensor, result, reduction, opts)
         timeout_ms = _milliseconds(opts.timeout, self._timeout)
         asynchronous = getattr(opts, "asyncOp", True)
-        request = Request(operation, tensor, result, reduction, compression, timeout_ms, asynchronous, layers)
+        request = Request(
+            *(operation, tensor, result, reduction, compression, timeout_ms, asynchronous),
+            layers=layers,
+            residual=residual,
+            stochastic=stochastic,
+        )
         return self._profiled(request) if _is_profiled() else self._reducer.submit(request)
 
     def _is_ours(self, tensor: Tensor, reduction: str) -> bool:
@@ -214,8 +257,11 @@ class ProcessGroupCGX(CarriedCollectives):
             and tensor.layout is torch.strided
         )
 
+    def _default(self) -> Compression:
+        return defaults.asked_compression() if self._deciders else defaults.compression()
+
     def _compression_for(self, tensor: Tensor) -> Compression:
-        compression = defaults.compression()
+        compression = self._default()
         if compression.bits == 32 or tensor.dtype not in _COMPRESSIBLE:
             return _EXACT
         return compression if tensor.numel() >= self._settings.minimal_numel else _EXACT
@@ -390,6 +436,15 @@ def _allreduce_options(given: Any, reduction: Any) -> Any:
     options.reduceOp = reduction
     options.timeout = given.timeout
     return options
+
+
+def _widest_compression(layers: Sequence[Layer]) -> Compression:
+    """What describes a call of several layers: for errors and profiles."""
+    compressed = [layer.quantizer for layer in layers if layer.quantizer.bits != 32]
+    if not compressed:
+        return _EXACT
+    widest = max(compressed, key=lambda quantizer: quantizer.bits)
+    return Compression(widest.bits, widest.block)
 
 
 def _milliseconds(asked: timedelta, default: timedelta) -> int:

@@ -1,7 +1,7 @@
 """What this process has asked for at run time: `set_default` and `uncompressed`.
 
 Process-wide on purpose, because the all_reduces of a training come from autograd's threads as well as from the
-caller's. What a hook hands to an allreduce does not pass here.
+caller's. What a hook asks for comes with its all_reduces; only `uncompressed` holds for them too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch_cgx.config import Compression, compression_from_environ
 
-__all__ = ["compression", "set_default", "uncompressed"]
+__all__ = ["asked_compression", "compression", "is_uncompressed", "set_default", "uncompressed"]
 
 _lock = threading.Lock()
 _bits: int | None = None
@@ -59,6 +59,16 @@ def compression() -> Compression:
     if _exact_depth:
         return _EXACT
     return _combined(compression_from_environ(), _bits, _block)
+
+
+def asked_compression() -> Compression:
+    """The same without regard to the variable for bits: what `set_default` asked for."""
+    return compression() if _bits is not None else _EXACT
+
+
+def is_uncompressed() -> bool:
+    """Whether an `uncompressed` block lasts."""
+    return _exact_depth > 0
 
 
 @lru_cache(maxsize=64)

@@ -167,6 +167,7 @@ def check(
     3. No sum counts a contribution twice, and none is scaled twice or added to once it is scaled.
     4. In the end every rank holds every chunk that anybody touched, all from the same payload, or from the same
        payloads combined in the same order; and that is the sum of the contributions of all ranks, scaled.
+    5. A rank quantizes a chunk at most once, so that what it loses of each value is one number: its residual.
 
     A chunk that no program touches is empty and needs nothing. `chunk_nbytes` and `exact_nbytes` are the lengths of
     the chunks' payloads, compressed and exact.
@@ -219,6 +220,7 @@ class _Rank:
     slots: dict[str, _Content] = field(default_factory=dict)
     values: dict[int, _Content] = field(default_factory=dict)
     sent: list[Message] = field(default_factory=list)
+    quantized: Counter[int] = field(default_factory=Counter)  # how often, by chunk
 
     def fail(self, problem: str) -> ProgramError:
         step = self.program[self.position]
@@ -265,10 +267,13 @@ class _Rank:
             raise self.fail("what is summed up was scaled already")
         return _Content(chunk, quantizations, origin, scaled)
 
-    def encoded(self, content: _Content, slot: str, exact: bool) -> _Content:
-        """This, quantized once more, unless it is exact."""
+    def write_encoded(self, content: _Content, slot: str, exact: bool) -> _Content:
+        """This, quantized once more, unless it is exact, into a slot."""
         quantizations = {rank: times + (not exact) for rank, times in content.quantizations.items()}
-        return _Content(content.chunk, quantizations, _Origin(((self.rank, slot),)), content.scaled, exact)
+        coded = _Content(content.chunk, quantizations, _Origin(((self.rank, slot),)), content.scaled, exact)
+        self.write(slot, coded)
+        self.quantized[content.chunk] += not exact
+        return coded
 
 
 def _coding(exact: bool) -> str:
@@ -328,12 +333,11 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
 def _compute(rank: _Rank, step: Encode | Reduce | Add | Combine | Decode) -> None:
     chunk = step.chunk
     if isinstance(step, Encode):
-        rank.write(step.slot, rank.encoded(rank.value(chunk), step.slot, step.exact))
+        rank.write_encoded(rank.value(chunk), step.slot, step.exact)
     elif isinstance(step, Reduce):
         inputs = rank.inputs(step.inputs, chunk, step.exact)
-        total = rank.encoded(rank.total([rank.value(chunk), *inputs], chunk, step.final), step.slot, step.exact)
-        rank.write(step.slot, total)
-        rank.values[chunk] = total
+        total = rank.total([rank.value(chunk), *inputs], chunk, step.final)
+        rank.values[chunk] = rank.write_encoded(total, step.slot, step.exact)
     elif isinstance(step, Add):
         rank.values[chunk] = rank.total([rank.value(chunk), rank.read_chunk(step.slot, chunk)], chunk, scaled=False)
     elif isinstance(step, Combine):
@@ -370,13 +374,13 @@ def _check_results(ranks: Sequence[_Rank]) -> dict[int, int]:
     touched = {step.chunk for step in steps if not isinstance(step, (Send, Receive))}
     for chunk in sorted(touched):
         results = [rank.value(chunk) for rank in ranks]
-        for rank, result in enumerate(results):
+        for number, result in enumerate(results):
             if result.origin is None:
-                raise ProgramError(f"chunk {chunk}: rank {rank} ends with its own values, not with the sum")
+                raise ProgramError(f"chunk {chunk}: rank {number} ends with its own values, not with the sum")
             if result.origin != results[0].origin:
                 raise ProgramError(
                     f"chunk {chunk}: the bits differ: rank 0 ends with {results[0].origin}, "
-                    f"rank {rank} with {result.origin}"
+                    f"rank {number} with {result.origin}"
                 )
         missing = sorted(everybody - results[0].quantizations.keys())
         if missing:
@@ -384,4 +388,8 @@ def _check_results(ranks: Sequence[_Rank]) -> dict[int, int]:
         if not results[0].scaled:
             raise ProgramError(f"chunk {chunk}: the sum is never scaled: expected a final reduce or a combine")
         quantizations[chunk] = max(results[0].quantizations.values())
+    for rank in ranks:
+        for chunk, times in rank.quantized.items():
+            if times > 1:
+                raise ProgramError(f"chunk {chunk}: rank {rank.rank} quantizes it {times} times, expected one at most")
     return quantizations

@@ -55,6 +55,8 @@ class Request:
     timeout_ms: int
     asynchronous: bool  # False: the caller waits at once
     layers: tuple[Layer, ...] | None = None  # what the tensor consists of; None: as registered
+    residual: Tensor | None = None  # float32, as long, contiguous: gets what this rank's encoding loses
+    stochastic: bool | None = None  # None: as the group's settings say
 
 
 class Reducer(Protocol):
@@ -79,6 +81,9 @@ class Place:
 
     def cut(self, request: Request) -> tuple[Layer, ...]:
         return request.layers or self.layers.cut(request.tensor.numel(), request.compression, self.settings)
+
+    def stochastic(self, request: Request) -> bool:
+        return self.settings.stochastic if request.stochastic is None else request.stochastic
 
     def scale(self, reduction: str) -> float:
         return 1.0 / self.world if reduction == "AVG" else 1.0
@@ -109,14 +114,16 @@ class SharedReducer:
         key = (
             *(request.operation, tensor.shape, tensor.stride(), tensor.dtype),
             *(request.reduction, request.compression, request.layers, self._place.layers.version),
+            request.stochastic,
         )
         prepared = self._prepared.get(key) or self._prepare(key, request)
         with self._lock:
             # A caller may drop its work and its tensor while the operation is under way, or be interrupted right here.
-            kept = _Kept((prepared, tensor))
+            kept = _Kept((prepared, tensor, request.residual))
             self._pending.append(kept)
+            residual_ptr = None if request.residual is None else request.residual.data_ptr()
             number, completed = self._shared.submit(
-                prepared, tensor.data_ptr(), request.timeout_ms, wake=request.asynchronous
+                prepared, tensor.data_ptr(), residual_ptr, request.timeout_ms, wake=request.asynchronous
             )
             for earlier in self._pending:
                 if earlier.number is None:  # this one, or one that was interrupted and is queued before it, if at all
@@ -136,8 +143,8 @@ class SharedReducer:
 
     def _prepare(self, key: object, request: Request) -> Prepared:
         tensor, compression, place = request.tensor, request.compression, self._place
-        exact = compression.bits == 32
         layers = place.cut(request)
+        exact = compression.bits == 32
         plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
         call = collective_call(
             request.operation,
@@ -164,8 +171,8 @@ class SharedReducer:
             call,
             scale=place.scale(request.reduction),
             nbytes=tensor.numel() * tensor.element_size(),
-            compressed=not exact,
-            stochastic=place.settings.stochastic,
+            compressed=_is_compressed(layers),
+            stochastic=place.stochastic(request),
             seed=place.settings.seed,
         )
         if len(self._prepared) >= _PREPARED:
@@ -202,8 +209,9 @@ class MessageReducer:
         self.reset_stats()
 
     def submit(self, request: Request) -> JobWork:
-        tensor, compression, place = request.tensor, request.compression, self._place
-        increment_version(tensor)
+        tensor, place = request.tensor, self._place
+        if not tensor.is_inference():
+            increment_version(tensor)
         flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
         layers = place.cut(request)
         nbytes = tensor.numel() * tensor.element_size()
@@ -217,12 +225,12 @@ class MessageReducer:
         facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction)
         with self._lock:
             self._sequence += 1
-            rounding = Rounding(place.settings.stochastic, place.settings.seed, self._sequence)
+            rounding = Rounding(place.stochastic(request), place.settings.seed, self._sequence)
             agreed = stable_hash((*facts, layers))
             scale = place.scale(request.reduction)
-            job = reduce(flat, layout, topology, scale, rounding, agreed)
+            job = reduce(flat, layout, topology, scale, rounding, agreed, request.residual)
             self._counts["operations"] += 1
-            self._counts["compressed_operations"] += compression.bits != 32
+            self._counts["compressed_operations"] += _is_compressed(layers)
             self._counts["bytes_before"] += tensor.numel() * tensor.element_size()
             self._counts["bytes_after"] += sum(part.nbytes for part in layout.slices)
         return JobWork(job, request.result, place.completions)
@@ -243,6 +251,10 @@ class MessageReducer:
 def message_slice_nbytes(nbytes: int, fusion_nbytes: int) -> int:
     """The most values, in bytes, of one slice of an operation over messages."""
     return min(-(-fusion_nbytes // _SLICES_OF_FUSION_BUFFER), max(_LEAST_SLICE_NBYTES, -(-nbytes // _SLICES)))
+
+
+def _is_compressed(layers: Sequence[Layer]) -> bool:
+    return any(layer.quantizer.bits != 32 for layer in layers)
 
 
 def stable_hash(facts: Sequence[object]) -> int:

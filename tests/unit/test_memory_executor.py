@@ -168,7 +168,14 @@ def test_ranks_round_with_their_own_rank_and_the_sum_with_stage_one() -> None:
     seen: list[tuple[str, int, int, int]] = []
 
     class Recording(ReferenceKernels):
-        def encode(self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding) -> None:
+        def encode(
+            self,
+            pieces: Sequence[Piece],
+            values: Tensor,
+            payload: Tensor,
+            rounding: Rounding,
+            residual: Tensor | None = None,
+        ) -> None:
             seen.append(("encode", rounding.op, rounding.rank, rounding.stage))
             super().encode(pieces, values, payload, rounding)
 
@@ -180,6 +187,7 @@ def test_ranks_round_with_their_own_rank_and_the_sum_with_stage_one() -> None:
             out: Tensor,
             scale: float,
             rounding: Rounding,
+            residual: Tensor | None = None,
         ) -> None:
             seen.append(("reduce", rounding.op, rounding.rank, rounding.stage))
             super().reduce(pieces, values, payloads, out, scale, rounding)
@@ -218,7 +226,14 @@ def test_kernels_that_leave_bytes_unwritten_show() -> None:
     found: list[int] = []
 
     class Lazy(ReferenceKernels):
-        def encode(self, pieces: Sequence[Piece], values: Tensor, payload: Tensor, rounding: Rounding) -> None:
+        def encode(
+            self,
+            pieces: Sequence[Piece],
+            values: Tensor,
+            payload: Tensor,
+            rounding: Rounding,
+            residual: Tensor | None = None,
+        ) -> None:
             found.extend(payload.tolist())
             super().encode(pieces, values, payload, rounding)
 

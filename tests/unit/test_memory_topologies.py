@@ -243,3 +243,34 @@ def test_combining_nothing_is_refused_and_no_pieces_are_no_work() -> None:
     with pytest.raises(ValueError, match="expected at least one, got none"):
         combine(KERNELS[0], (), torch.empty(0), [], 1.0)
     combine(KERNELS[0], (), torch.empty(0), [torch.empty(0, dtype=torch.uint8)], 1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=layers_lists,
+    topology=st.sampled_from(TOPOLOGIES),
+    rounding=st.sampled_from([NEAREST, STOCHASTIC]),
+    average=st.booleans(),
+)
+def test_nothing_is_lost_between_results_and_residuals(
+    layers: list[Layer], topology: Topology, rounding: Rounding, average: bool
+) -> None:
+    """The law of error feedback: what all ranks put in is N averages (one sum) plus what all keep, at every step."""
+    numel, world = sum(layer.numel for layer in layers), topology.world
+    layout = make_layout(layers, topology.n_chunks, 4, 1024)
+    residuals = [torch.zeros(numel) for _ in range(world)]
+    for step in range(3):
+        gradients = random_values(numel, world, torch.float32, seed=step)
+        values = [gradient + residual for gradient, residual in zip(gradients, residuals, strict=True)]
+        put_in = sum(value.double() for value in values)
+        allreduce(
+            values,
+            layout,
+            [KERNELS[rank % len(KERNELS)] for rank in range(world)],
+            topology=topology,
+            scale=1 / world if average else 1.0,
+            rounding=rounding,
+            residuals=residuals,
+        )
+        out = values[0].double() * (world if average else 1) + sum(residual.double() for residual in residuals)
+        assert torch.allclose(out, put_in, rtol=1e-5, atol=1e-4 * world)

@@ -146,6 +146,11 @@ def test_a_slot_written_twice_is_refused(other: Program) -> None:
     assert "is written twice" in reject(OWNER, other)
 
 
+def test_a_chunk_quantized_twice_by_one_rank_is_refused() -> None:
+    other = (*OTHER, Encode(0, "again"))
+    assert "rank 1 quantizes it 2 times" in reject(OWNER, other)
+
+
 def test_a_slot_reduced_into_its_own_input_is_refused() -> None:
     owner = (OWNER[0], Reduce(("part",), 0, "part"), Send("part", 1))
     other = (OTHER[0], OTHER[1], Receive("part", 0), Decode("part", 0))

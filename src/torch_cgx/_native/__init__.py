@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["Call", "Means", "Piece", "Rounding", "Slot", "Stats", "Step", "Submission", "library"]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _log = logging.getLogger("torch_cgx")
 
@@ -72,6 +72,7 @@ class Submission(ctypes.Structure):
     _fields_ = [
         ("plan", c_void_p),
         ("values", c_void_p),
+        ("residual", c_void_p),
         ("scale", c_double),
         ("rounding", Rounding),
         *((name, c_int64) for name in ("timeout_ms", "bytes_before", "bytes_after", "compressed", "wake", "completed")),

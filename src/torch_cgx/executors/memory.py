@@ -36,13 +36,14 @@ def allreduce(
     scale: float = 1.0,
     rounding: Rounding = NEAREST,
     order: Random | None = None,
+    residuals: Sequence[Tensor] | None = None,
 ) -> None:
     """Reduce one flat tensor a rank, in place, slice by slice; without a topology by SRA, all ranks alike."""
     topology = topology or Topology.flat("SRA", len(values))
     for part in layout.slices:
         nonempty = [chunk.nbytes > 0 for chunk in part.chunks]
         programs = [topology.program(nonempty, rank) for rank in range(topology.world)]
-        run(programs, part, values, kernels, scale=scale, rounding=rounding, order=order)
+        run(programs, part, values, kernels, scale=scale, rounding=rounding, order=order, residuals=residuals)
 
 
 def run(
@@ -54,15 +55,22 @@ def run(
     scale: float = 1.0,
     rounding: Rounding = NEAREST,
     order: Random | None = None,
+    residuals: Sequence[Tensor] | None = None,
 ) -> None:
-    """Run programs[r] on values[r] with kernels[r], in place. The rounding gets its rank and stage here."""
+    """Run programs[r] on values[r] with kernels[r], in place. The rounding gets its rank and stage here.
+
+    residuals[r] gets what rank r loses: see `Kernels`.
+    """
     if not len(programs) == len(values) == len(kernels):
         raise ValueError(
             f"expected as many programs as tensors and kernels, got {len(programs)}, {len(values)} and {len(kernels)}"
         )
     mail: _Mail = {}
     ranks = [
-        _Rank(rank, programs[rank], part, values[rank], kernels[rank], scale, rounding, mail)
+        _Rank(
+            *(rank, programs[rank], part, values[rank], kernels[rank], scale, rounding, mail),
+            residual=None if residuals is None else residuals[rank],
+        )
         for rank in range(len(programs))
     ]
     while unfinished := [rank for rank in ranks if not rank.finished]:
@@ -97,6 +105,7 @@ class _Rank:
     scale: float
     rounding: Rounding
     mail: _Mail
+    residual: Tensor | None = None
     position: int = 0
     slots: dict[str, _Payload] = field(default_factory=dict)
 
@@ -118,7 +127,9 @@ class _Rank:
         self.position += 1
         if isinstance(step, Encode):
             out = self._new_slot(step)
-            self.kernels.encode(self._pieces(step.chunk, step.exact), self.values, out, self._rounding(0))
+            self.kernels.encode(
+                self._pieces(step.chunk, step.exact), self.values, out, self._rounding(0), self.residual
+            )
         elif isinstance(step, Send):
             payload = self.slots[step.slot]
             self.mail[self.rank, step.peer, step.slot] = payload._replace(data=payload.data.clone())
@@ -128,7 +139,9 @@ class _Rank:
             pieces = self._pieces(step.chunk, step.exact)
             inputs = [self.slots[slot].data for slot in step.inputs]
             scale = self.scale if step.final else 1.0
-            self.kernels.reduce(pieces, self.values, inputs, self._new_slot(step), scale, self._rounding(1))
+            self.kernels.reduce(
+                pieces, self.values, inputs, self._new_slot(step), scale, self._rounding(1), self.residual
+            )
         elif isinstance(step, Combine):
             inputs = [self.slots[slot].data for slot in step.inputs]
             pieces = self._pieces(step.chunk, self.slots[step.inputs[0]].exact)

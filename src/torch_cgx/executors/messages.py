@@ -100,9 +100,10 @@ class MessageExecutor:
         scale: float,
         rounding: Rounding,
         agreed: int,
+        residual: Tensor | None = None,
     ) -> Job:
         """Queue the reduction of a flat tensor. `agreed`: a hash of the call, which must be the same on all ranks."""
-        return self.submit(lambda: self._pipeline.run(values, layout, topology, scale, rounding, agreed))
+        return self.submit(lambda: self._pipeline.run(values, layout, topology, scale, rounding, agreed, residual))
 
     def allreduce_widened(
         self,
@@ -112,12 +113,13 @@ class MessageExecutor:
         scale: float,
         rounding: Rounding,
         agreed: int,
+        residual: Tensor | None = None,
     ) -> Job:
         """The same in a float32 copy, which the layout is made for; the values get what it ends with."""
 
         def run() -> None:
             wide = values.to(torch.float32)
-            self._pipeline.run(wide, layout, topology, scale, rounding, agreed)
+            self._pipeline.run(wide, layout, topology, scale, rounding, agreed, residual)
             with torch.inference_mode():  # they may be a tensor of that mode
                 values.copy_(wide)
 

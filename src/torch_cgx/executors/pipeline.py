@@ -56,6 +56,7 @@ class _Operation:
     values: Tensor
     scale: float
     rounding: Rounding
+    residual: Tensor | None
 
 
 class Pipeline:
@@ -81,14 +82,24 @@ class Pipeline:
         self.figures: dict[str, float] = dict.fromkeys(("bytes_sent", *(f"{phase}_s" for phase in _PHASES)), 0)
 
     def run(
-        self, values: Tensor, layout: Layout, topology: Topology, scale: float, rounding: Rounding, agreed: int
+        self,
+        values: Tensor,
+        layout: Layout,
+        topology: Topology,
+        scale: float,
+        rounding: Rounding,
+        agreed: int,
+        residual: Tensor | None = None,
     ) -> None:
-        """Reduce a flat tensor in place. `agreed`: a hash of the call, which must be the same on all ranks."""
+        """Reduce a flat tensor in place. `agreed`: a hash of the call, which must be the same on all ranks.
+
+        `residual`, float32 and as long, gets what this rank's encoding has lost of each value: see `Kernels`.
+        """
         if not layout.slices:
             return
         tag = self.next_tags(1)  # before all others, whose number may be another on a rank that has lost step
         slices = [self._prepare(part, topology) for part in layout.slices]
-        operation = _Operation(values, scale, replace(rounding, rank=self._rank))
+        operation = _Operation(values, scale, replace(rounding, rank=self._rank), residual)
         depth = max(len(each.schedule.levels) for each in slices)
         peers = sorted(frozenset[int]().union(*(each.schedule.peers for each in slices)))
         agreement = _Agreement(self, torch.tensor([rounding.op, agreed], dtype=torch.int64), peers, tag)
@@ -160,18 +171,18 @@ class Pipeline:
                     self._compute(each, step, operation)
 
     def _compute(self, each: _Underway, step: Step, operation: _Operation) -> None:
-        values, rounding = operation.values, operation.rounding
+        values, rounding, residual = operation.values, operation.rounding, operation.residual
         if isinstance(step, Encode):
             out = each.slots[step.slot] = self._staging.take(each.coded(step.slot).nbytes)
             with self.timed("encode_s"):
-                self._kernels.encode(each.coded(step.slot).pieces, values, out, replace(rounding, stage=0))
+                self._kernels.encode(each.coded(step.slot).pieces, values, out, replace(rounding, stage=0), residual)
         elif isinstance(step, Reduce):
             inputs = [each.slots[slot] for slot in step.inputs]
             out = each.slots[step.slot] = self._staging.take(each.coded(step.slot).nbytes)
             scale = operation.scale if step.final else 1.0
             with self.timed("reduce_s"):
                 self._kernels.reduce(
-                    each.coded(step.slot).pieces, values, inputs, out, scale, replace(rounding, stage=1)
+                    each.coded(step.slot).pieces, values, inputs, out, scale, replace(rounding, stage=1), residual
                 )
         elif isinstance(step, Decode | Add):
             with self.timed("decode_s"):

@@ -253,16 +253,19 @@ class SharedGroup:
         """Write a call on the board; its number."""
         return int(self._lib.cgx_group_note(self._handle, call))
 
-    def submit(self, prepared: Prepared, data_ptr: int, timeout_ms: int, *, wake: bool) -> tuple[int, int]:
+    def submit(
+        self, prepared: Prepared, data_ptr: int, residual_ptr: int | None, timeout_ms: int, *, wake: bool
+    ) -> tuple[int, int]:
         """Note and queue an operation: its number, and the number of the last one that is done.
 
-        The tensor must live until this one is done. `wake` False: the caller waits at once, and runs it on its own
+        The tensors must live until this one is done. `wake` False: the caller waits at once, and runs it on its own
         thread.
         """
         self._check_process()
         with self._lock:
             row = prepared.submission
             row.values = data_ptr
+            row.residual = residual_ptr
             row.timeout_ms = timeout_ms
             row.wake = wake
             number = self._lib.cgx_group_submit(self._handle, prepared.call, row)

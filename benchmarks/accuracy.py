@@ -1,0 +1,214 @@
+"""Does training on compressed gradients end where exact training ends? Paired runs of the examples, on two ranks.
+
+    python benchmarks/accuracy.py --data ../shared/data
+
+Runs examples/cifar_train.py (the small ResNet) and examples/gpt_train.py with each seed exactly, at 4 bits, and at 2
+bits with and without error feedback. Runs of one seed have the same weights at the start, the same data in the same
+order, and differ in compression alone, so differences are taken seed by seed. Prints a table in markdown: mean, mean
+difference to exact, and its 95 % confidence interval (Student's t, n - 1 degrees of freedom).
+
+Each run is stored in the JSON file as soon as it is done, and is not repeated while its command line stays the same.
+On two cores a run takes about a minute. The folder of `--data` holds cifar10_subset.npz and tinyshakespeare.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+WORLD = 2
+LIMIT_S = 1800  # of one run
+# Half the width of a 95 % interval in standard errors, for 1, 2, 3, ... degrees of freedom.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+EXACT = "exact"
+SETTINGS: dict[str, list[str]] = {
+    EXACT: ["--bits", "32"],
+    "4 bits": ["--bits", "4", "--bucket-size", "1024"],
+    "2 bits, error feedback": ["--bits", "2", "--bucket-size", "1024", "--error-feedback"],
+    "2 bits": ["--bits", "2", "--bucket-size", "1024"],
+}
+GOAL = "4 bits"
+
+
+@dataclass(frozen=True)
+class Task:
+    script: str
+    data: str  # in the folder of --data
+    figure: str  # of the example's JSON
+    unit: str
+    scale: float  # what a figure is multiplied by for the table
+    sign: int  # 1: more is better
+    allowed: float  # the bad end of the interval at 4 bits must be closer than this, in units
+    arguments: str
+
+
+# An average of the weights and a learning rate that falls to 0 make the end of a training much less noisy.
+COMMON = ["--backend", "cgx", "--device", "cpu", "--threads", "1"]
+TASKS = {
+    "cifar": Task(
+        "cifar_train.py",
+        "cifar10_subset.npz",
+        "accuracy",
+        "accuracy, %",
+        100,
+        1,
+        2.0,
+        "--model small --epochs 20 --batch 64 --lr 0.1 --average 0.98",
+    ),
+    "gpt": Task(
+        "gpt_train.py",
+        "tinyshakespeare.txt",
+        "validation_loss",
+        "loss, nats",
+        1,
+        -1,
+        0.03,
+        "--epochs 2.2 --batch 16 --lr 3e-3 --context 64 --layers 2 --width 96 --average 0.98",
+    ),
+}
+Runs = dict[str, dict[str, Any]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data", metavar="DIR")
+    parser.add_argument("--seeds", type=int, default=5, help=f"how many, 2 to {len(STUDENT) + 1}")
+    parser.add_argument("--only", choices=TASKS, action="append", help="one task; may be given several times")
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "accuracy.json")
+    options = parser.parse_args()
+    if not 2 <= options.seeds <= len(STUDENT) + 1:
+        parser.error(f"--seeds {options.seeds}: expected 2 to {len(STUDENT) + 1}")
+    tasks = {name: task for name, task in TASKS.items() if name in (options.only or TASKS)}
+    runs: Runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else {}
+
+    wanted = [(task, setting, seed) for seed in range(options.seeds) for task in tasks for setting in SETTINGS]
+    missing = [run for run in wanted if not is_done(runs, *run)]
+    files = sorted({options.data / TASKS[task].data for task, _, _ in missing})
+    absent = [str(file) for file in files if not file.is_file()]
+    if absent:
+        print(f"accuracy: not there: {', '.join(absent)}; --data names the folder that has them", file=sys.stderr)
+        return 1
+    for number, (task, setting, seed) in enumerate(missing, start=1):
+        result = run(task, setting, seed, options.data)
+        figure = result[TASKS[task].figure]
+        done = f"{task}, {setting}, seed {seed}: {figure:.4f} in {result['total_s']:.0f} s"
+        print(f"{number} of {len(missing)}: {done}", file=sys.stderr, flush=True)
+        runs[key(task, setting, seed)] = result
+        store(runs, options.json)
+    print(table(runs, tasks, options.seeds))
+    for name, task in tasks.items():
+        print(verdict(name, task, differences(runs, name, GOAL, options.seeds)))
+    return 0
+
+
+def key(task: str, setting: str, seed: int) -> str:
+    return f"{task}, {setting}, seed {seed}"
+
+
+def arguments_of(task: str, setting: str, seed: int) -> list[str]:
+    return [*COMMON, *TASKS[task].arguments.split(), *SETTINGS[setting], "--seed", str(seed)]
+
+
+def is_done(runs: Runs, task: str, setting: str, seed: int) -> bool:
+    stored = runs.get(key(task, setting, seed))
+    return stored is not None and stored["arguments"] == arguments_of(task, setting, seed)
+
+
+def run(task: str, setting: str, seed: int, data: Path) -> dict[str, Any]:
+    """One training under torchrun; what rank 0 reports, with the losses thinned out."""
+    arguments = arguments_of(task, setting, seed)
+    # Only the hook decides what is compressed.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("CGX_")} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+        command += [str(HERE.parent / "examples" / TASKS[task].script), "--data", str(data / TASKS[task].data)]
+        command += ["--json", str(output), *arguments]
+        finished = subprocess.run(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
+        )
+        if finished.returncode:
+            raise RuntimeError(
+                f"{key(task, setting, seed)} failed with exit code {finished.returncode}:\n{finished.stdout}"
+            )
+        result = json.loads(output.read_text())
+    losses = result.pop("losses")
+    tenth = math.ceil(len(losses) / 10)
+    return {
+        "arguments": arguments,
+        "total_s": round(time.perf_counter() - start, 1),
+        "losses_of_tenths": [round(mean(losses[begin : begin + tenth]), 4) for begin in range(0, len(losses), tenth)],
+        **{name: value for name, value in result.items() if name != "settings"},
+    }
+
+
+def store(runs: Runs, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({"world": WORLD, "runs": runs}, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def figures(runs: Runs, task: str, setting: str, seeds: int) -> list[float]:
+    return [runs[key(task, setting, seed)][TASKS[task].figure] * TASKS[task].scale for seed in range(seeds)]
+
+
+def differences(runs: Runs, task: str, setting: str, seeds: int) -> list[float]:
+    pairs = zip(figures(runs, task, setting, seeds), figures(runs, task, EXACT, seeds), strict=True)
+    return [compressed - exact for compressed, exact in pairs]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the mean."""
+    half = STUDENT[len(values) - 2] * stdev(values) / math.sqrt(len(values))
+    return mean(values) - half, mean(values) + half
+
+
+def table(runs: Runs, tasks: dict[str, Task], seeds: int) -> str:
+    rows = [
+        "| training | gradients | mean | difference to exact | 95 % interval | bytes sent |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, task in tasks.items():
+        digits = 2 if task.scale == 100 else 4
+        exact_nbytes = mean(runs[key(name, EXACT, seed)]["bytes_sent"] for seed in range(seeds))
+        for setting in SETTINGS:
+            nbytes = mean(runs[key(name, setting, seed)]["bytes_sent"] for seed in range(seeds))
+            cells = [f"{name} ({task.unit})", setting, f"{mean(figures(runs, name, setting, seeds)):.{digits}f}"]
+            if setting == EXACT:
+                cells += ["", ""]
+            else:
+                low, high = interval(differences(runs, name, setting, seeds))
+                cells += [f"{(low + high) / 2:+.{digits}f}", f"{low:+.{digits}f} to {high:+.{digits}f}"]
+            cells.append(f"{nbytes / 1e6:,.0f} MB, 1/{exact_nbytes / nbytes:.1f}")
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def verdict(name: str, task: Task, values: Sequence[float]) -> str:
+    """Whether the interval reaches zero or better, and its bad end is not too bad."""
+    bad, good = sorted(task.sign * end for end in interval(values))
+    met = good >= 0 and bad > -task.allowed
+    return (
+        f"goal for {name} at {GOAL}: zero or better within the interval, its bad end closer than {task.allowed:g}: "
+        f"{'met' if met else 'NOT met'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

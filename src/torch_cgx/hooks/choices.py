@@ -1,0 +1,60 @@
+"""Which layer of a model travels with how many bits: from its name and shape alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch_cgx.config import Compression
+
+__all__ = ["Choices", "read_compression"]
+
+_EXACT = Compression(bits=32)
+_KEYS = ("bits", "bucket_size")
+_SHOWN = 8  # names in an error
+
+
+class Choices:
+    """The rules of one `CGXState`. One-dimensional and small layers are exact, whatever else is asked."""
+
+    def __init__(
+        self,
+        default: Compression,
+        layer_min_numel: int,
+        overrides: Mapping[str, Compression],
+    ) -> None:
+        self._default = default
+        self._layer_min_numel = layer_min_numel
+        self._overrides = dict(overrides)
+
+    def of(self, name: str | None, shape: Sequence[int], numel: int) -> Compression:
+        if len(shape) <= 1 or numel < self._layer_min_numel:
+            return _EXACT
+        chosen = self._default
+        for pattern, override in self._overrides.items():  # of several that match, the last
+            if name is not None and fnmatchcase(name, pattern):
+                chosen = override
+        return chosen
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """A pattern that matches nothing is a typing error more often than not."""
+        for pattern in self._overrides:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+                raise ValueError(
+                    f"overrides: expected patterns of parameter names, got {pattern!r}, which matches none of {shown}"
+                )
+
+
+def read_compression(where: str, given: Mapping[str, int], default: Compression) -> Compression:
+    """A dict with "bits" and "bucket_size", as users write it; what is missing is as in the default."""
+    unknown = [key for key in given if key not in _KEYS]
+    if unknown:
+        raise ValueError(f"{where}: expected the keys {' and '.join(map(repr, _KEYS))}, got {unknown[0]!r}")
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{where}: expected a whole number for {key!r}, got {value!r}")
+    try:
+        return Compression(given.get("bits", default.bits), given.get("bucket_size", default.block))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -1,0 +1,15 @@
+"""The hook for DistributedDataParallel."""
+
+# Without `from __future__ import annotations`: DDP compares the annotations with the types themselves.
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+
+from torch_cgx.hooks.state import CGXState
+
+__all__ = ["cgx_hook"]
+
+
+def cgx_hook(state: CGXState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a grad bucket, each layer compressed as the state says: `model.register_comm_hook(state, cgx_hook)`."""
+    return state.average(bucket)

@@ -1,0 +1,298 @@
+"""`CGXState`: how the gradients of one model are compressed, and what is known of it. One for each model and hook."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_cgx.backend import ProcessGroupCGX
+from torch_cgx.config import Compression
+from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
+from torch_cgx.hooks.choices import Choices, read_compression
+from torch_cgx.hooks.report import Report
+from torch_cgx.hooks.residuals import Residuals, add_residual
+
+__all__ = ["CGXState"]
+
+_DEFAULT = Compression(bits=4, block=1024)
+_VERSION = 1  # of what state_dict returns
+
+
+class CGXState:
+    """What `cgx_hook` compresses a model's gradients with.
+
+    `process_group`: the model's own; None: the default group. Its backend may be cgx or another, beside which the state
+    then makes a cgx group of the same ranks for itself.
+    `layer_min_size`: layers with fewer values travel exactly, and so do one-dimensional ones (biases, norms).
+    `compression_params`: "bits" (1 to 8, or 32: exact) and "bucket_size" for all others.
+    `overrides`: the same for the parameters whose names match a pattern, as in {"*.attn.*": {"bits": 8}}; of several
+    that match, the last. Names come from `model` (`from_model` passes it).
+    `stochastic`: round at random, without bias; None: as CGX_COMPRESSION_STOCHASTIC says.
+    `error_feedback`: add what compression lost of a gradient to the next one.
+    `grad_scaler`: the GradScaler of the training, if any; error feedback follows its changing scale.
+    `start_step`: exact until so many steps have been made.
+    `measure_every`: at every so many steps, `report` gets the relative errors anew.
+
+    All ranks must make their states alike.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        layer_min_size: int = 1024,
+        compression_params: Mapping[str, int] | None = None,
+        *,
+        overrides: Mapping[str, Mapping[str, int]] | None = None,
+        stochastic: bool | None = None,
+        error_feedback: bool = False,
+        start_step: int = 0,
+        grad_scaler: Any = None,
+        measure_every: int = 100,
+        model: nn.Module | None = None,
+    ) -> None:
+        if start_step < 0:
+            raise ValueError(f"start_step: expected 0 or more, got {start_step}")
+        if measure_every < 1:
+            raise ValueError(f"measure_every: expected 1 or more, got {measure_every}")
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise ValueError(f"grad_scaler: expected a GradScaler, got {type(grad_scaler).__name__}")
+        self._settings: dict[str, Any] = {}
+        self._names: dict[int, str] = {}  # by the identity of parameters, which buckets and the model keep alive
+        self._choose(
+            {
+                "layer_min_size": layer_min_size,
+                "compression_params": dict(compression_params or {}),
+                "overrides": {pattern: dict(given) for pattern, given in (overrides or {}).items()},
+                "stochastic": stochastic,
+                "error_feedback": error_feedback,
+                "start_step": start_step,
+            }
+        )
+        self.process_group = process_group
+        self.grad_scaler = grad_scaler
+        self.measure_every = measure_every
+        self._group: ProcessGroupCGX | None = None
+        self._step = 0
+        self._measured_step: int | None = None
+        self._watching = False  # something was not finite: look at every step from now on
+        self._buckets: dict[int, KnownBucket] = {}
+        self._layers: dict[int, KnownLayer] = {}  # by the identity of parameters
+        self._residuals = Residuals()
+        if model is not None:
+            self.attach(model)
+
+    @classmethod
+    def from_model(cls, model: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> CGXState:
+        """A state that knows the names of a DDP model's parameters, and its process group if none is given."""
+        if process_group is None:
+            process_group = getattr(model, "process_group", None)
+        return cls(process_group, *args, model=model, **kwargs)
+
+    def attach(self, model: nn.Module) -> None:
+        """Learn the names of a model's parameters, as after unpickling."""
+        found = _unwrapped(model).named_parameters()
+        named = {name.replace("_orig_mod.", ""): parameter for name, parameter in found}
+        self._choices.check_patterns(list(named))
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._buckets.clear()
+
+    def _choose(self, settings: dict[str, Any]) -> None:
+        layer_min_size = settings["layer_min_size"]
+        if layer_min_size < 0:
+            raise ValueError(f"layer_min_size: expected 0 or more values, got {layer_min_size}")
+        default = read_compression("compression_params", settings["compression_params"], _DEFAULT)
+        overrides = {
+            pattern: read_compression(f"overrides[{pattern!r}]", given, default)
+            for pattern, given in settings["overrides"].items()
+        }
+        self._choices = Choices(default, layer_min_size, overrides)
+        self._settings = settings
+
+    # ---- reducing ----
+
+    @property
+    def group(self) -> ProcessGroupCGX:
+        """The group that carries the averages: the model's own where its backend is cgx, else one beside it."""
+        if self._group is None or self._group.is_closed:
+            own = dist.group.WORLD if self.process_group is None else self.process_group
+            if not isinstance(own, ProcessGroupCGX):
+                ranks = dist.get_process_group_ranks(own)
+                own = dist.new_group(ranks, backend="cgx", use_local_synchronization=True)
+            assert isinstance(own, ProcessGroupCGX)
+            own.let_decide(self)
+            self._group = own
+        return self._group
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """What `cgx_hook` returns to DDP."""
+        buffer = bucket.buffer()
+        group = self.group
+        known = self._known(bucket, group)
+        if bucket.index() == 0 and self._settings["error_feedback"] and self.grad_scaler is not None:
+            self._residuals.rescale(float(self.grad_scaler.get_scale()))
+        step = self._step
+        if bucket.is_last():
+            self._step += 1
+            self._buckets = {index: each for index, each in self._buckets.items() if index <= bucket.index()}
+        compressing = known.is_compressed and step >= self._settings["start_step"]
+        if self._watching or step % self.measure_every == 0:
+            known.look_at_own(buffer, step)
+        if not compressing:
+            work = group.allreduce_layers(buffer, known.exact_layers)
+            exact: torch.futures.Future[Tensor] = work.get_future().then(_only)
+            return exact
+        residual, lost = known.residual, None
+        if residual is not None:
+            lost = add_residual(buffer, residual)
+        if step % self.measure_every == 0:
+            known.measure(buffer)
+            self._measured_step = step
+        work = group.allreduce_layers(
+            buffer, known.wire_layers, residual=residual, stochastic=self._settings["stochastic"]
+        )
+
+        def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            averaged = future.value()[0]
+            if residual is not None and lost is not None:
+                residual.add_(lost)
+            if averaged.device.type == "cpu" and known.may_be_nonfinite(averaged):
+                self._watching = known.look_at_average(averaged, step) or self._watching
+            return averaged
+
+        done: torch.futures.Future[Tensor] = work.get_future().then(finish)
+        return done
+
+    def _known(self, bucket: GradBucket, group: ProcessGroupCGX) -> KnownBucket:
+        parameters = bucket.parameters()
+        dtype = bucket.buffer().dtype
+        known = self._buckets.get(bucket.index())
+        if known is not None and known.is_made_of(dtype, parameters):
+            return known
+        if self._settings["overrides"] and not self._names:
+            raise ValueError(
+                "overrides: expected the names of the model's parameters; use CGXState.from_model or attach"
+            )
+        layers: list[KnownLayer] = []
+        start = 0
+        for number, parameter in enumerate(parameters):
+            name = self._names.get(id(parameter)) or f"grad bucket {bucket.index()}, layer {number}"
+            numel = parameter.numel()
+            compression = self._choices.of(self._names.get(id(parameter)), parameter.shape, numel)
+            if numel < group.settings.minimal_numel:
+                compression = Compression(bits=32)
+            layer = KnownLayer(name, parameter, start, numel, compression)
+            before = self._layers.get(id(parameter))
+            if before is not None and before.parameter is parameter:
+                layer.take_over(before)
+            self._layers[id(parameter)] = layer
+            layers.append(layer)
+            start += numel
+        known = KnownBucket(dtype, layers, group.settings.skip_incomplete)
+        if self._settings["error_feedback"] and known.is_compressed:
+            names = [self._names.get(id(parameter)) for parameter in parameters]
+            known.residual = self._residuals.lay_out(bucket.index(), parameters, names)
+        self._buckets[bucket.index()] = known
+        return known
+
+    # ---- reports ----
+
+    def report(self) -> Report:
+        """Every layer, on this rank: bits, bytes, the relative error when last measured, and NaN or infinity."""
+        layers = [layer for _, known in sorted(self._buckets.items()) for layer in known.reports()]
+        order = {name: number for number, name in enumerate(self._names.values())}
+        layers.sort(key=lambda layer: order.get(layer.name, len(order)))
+        return Report(dist.get_rank() if dist.is_initialized() else 0, self._step, self._measured_step, layers)
+
+    def log_to(self, summary_writer: Any, step: int | None = None) -> None:
+        """Write the report's numbers to a TensorBoard SummaryWriter, or what has its add_scalar."""
+        report = self.report()
+        step = report.step if step is None else step
+        summary_writer.add_scalar("cgx/ratio", report.ratio, step)
+        for layer in report.layers:
+            summary_writer.add_scalar(f"cgx/bits/{layer.name}", layer.bits, step)
+            if layer.relative_error is not None:
+                summary_writer.add_scalar(f"cgx/relative_error/{layer.name}", layer.relative_error, step)
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs. Residuals are each rank's own, so each rank should save its own."""
+        residuals = self._residuals.named(self._names.get)
+        if len(residuals) < len(self._residuals):
+            warnings.warn(
+                "residuals of parameters without names are not saved: make the state with CGXState.from_model",
+                stacklevel=2,
+            )
+        return {
+            "version": _VERSION,
+            "step": self._step,
+            "settings": {**self._settings},
+            "rank": dist.get_rank(self.process_group) if dist.is_initialized() else 0,
+            "world": dist.get_world_size(self.process_group) if dist.is_initialized() else 1,
+            "residuals": residuals,
+            "residual_scale": self._residuals.scale,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there. What does not fit this rank and this number of ranks is dropped, with a warning."""
+        if saved.get("version") != _VERSION:
+            raise ValueError(f"state_dict: expected version {_VERSION}, got {saved.get('version')!r}")
+        self._choose(dict(saved["settings"]))
+        if self._names:
+            self._choices.check_patterns(list(self._names.values()))
+        self._step = int(saved["step"])
+        self._buckets.clear()
+        residuals = dict(saved["residuals"])
+        rank, world = (
+            (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
+            if dist.is_initialized()
+            else (saved["rank"], saved["world"])
+        )
+        if residuals and (rank, world) != (saved["rank"], saved["world"]):
+            warnings.warn(
+                f"dropped the residuals of {len(residuals)} layers: they are of rank {saved['rank']} of "
+                f"{saved['world']}, and this is rank {rank} of {world}",
+                stacklevel=2,
+            )
+            residuals = {}
+        unknown = [name for name in residuals if self._names and name not in self._names.values()]
+        if unknown:
+            warnings.warn(
+                f"dropped the residuals of {len(unknown)} layers that this model does not have, the first of them "
+                f"{unknown[0]}",
+                stacklevel=2,
+            )
+            residuals = {name: kept for name, kept in residuals.items() if name not in unknown}
+        self._residuals.put(residuals, float(saved["residual_scale"]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {"state": self.state_dict(), "measure_every": self.measure_every}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """On the default group, without names until `attach`; a GradScaler has to be given again."""
+        self.__init__(measure_every=kept["measure_every"])  # type: ignore[misc]
+        self.load_state_dict(kept["state"])
+
+
+def _only(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module, out of what DDP and torch.compile wrap around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model
