@@ -64,7 +64,18 @@ def main() -> int:
     parser.add_argument("--price-per-hour", type=float, default=1.0, help="in any currency")
     options = parse(parser, ["data", "training"])
 
-    taken = ("model", "epochs", "batch", "lr", "label_smoothing", "seed", "average", "device", "bucket_size", "layer_min_size")
+    taken = (
+        "model",
+        "epochs",
+        "batch",
+        "lr",
+        "label_smoothing",
+        "seed",
+        "average",
+        "device",
+        "bucket_size",
+        "layer_min_size",
+    )
     settings = {name: getattr(options, name) for name in taken}
     if options.threads:
         settings["threads"] = options.threads

@@ -30,7 +30,11 @@ class Pairs:
         self.images = np.ascontiguousarray(images.permute(0, 2, 3, 1).numpy())
         self.labels = labels.tolist()
         # FFCV's writer waits for ever where one of its processes fails on an image.
-        if len(self.images) != len(self.labels) or self.images.dtype != np.uint8 or self.images.shape[1:] != (32, 32, 3):
+        if (
+            len(self.images) != len(self.labels)
+            or self.images.dtype != np.uint8
+            or self.images.shape[1:] != (32, 32, 3)
+        ):
             raise ValueError(
                 f"expected as many labels as images, uint8 (n, 32, 32, 3), got {len(self.labels)} labels and "
                 f"{self.images.dtype} {self.images.shape}"
@@ -44,7 +48,9 @@ class Pairs:
 
 
 def write(path: Path, pairs: Pairs) -> None:
-    DatasetWriter(str(path), {"image": RGBImageField(write_mode="raw"), "label": IntField()}).from_indexed_dataset(pairs)
+    DatasetWriter(str(path), {"image": RGBImageField(write_mode="raw"), "label": IntField()}).from_indexed_dataset(
+        pairs
+    )
     print(f"{path}: {len(pairs)} images, {path.stat().st_size / 1e6:.0f} MB")
 
 
