@@ -6,8 +6,8 @@
     CGX          the same, with cgx and its hook, at --bits
     CGX + FFCV   train_cifar_ffcv_cgx.py; it needs what write_datasets.py has written
 
-All three train the same model from the same weights, for as many epochs. Training is the time from the first step to the
-end of the last; the whole run is what one pays for, with the start of Python, reading the data, FFCV compiling its
+All three train the same model from the same weights, for as many epochs. Training is the time from the first step to
+the end of the last; the whole run is what one pays for, with the start of Python, reading the data, FFCV compiling its
 pipeline, and the test. The price is that of all processes together.
 """
 
@@ -23,12 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cifar_train import cifar_flags
 from settings import add_data_flags, parse
 
+from cifar_train import cifar_flags
+
+HERE = Path(__file__).resolve().parent
 COLUMNS = ("", "training", "images a second", "accuracy", "whole run", "cost")
 
 

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numba
@@ -30,9 +30,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from settings import add_data_flags, parse
+
 from cifar_data import MEAN, SPREAD, normalized
 from cifar_train import cifar_flags, train
-from settings import add_data_flags, parse
 
 
 class Betons:
@@ -58,8 +59,8 @@ class Betons:
         )
         self.steps = len(self.loader)
         # The first batch takes seconds, in which the pipeline is compiled: this is no part of the training's time.
-        begun = iter(self.loader) if self.steps else iter(())
-        self.first = chain([batch for _, batch in zip(range(1), begun)], begun)
+        begun = iter(self.loader)
+        self.first = chain(list(islice(begun, 1)), begun)
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from self.first if number == 0 else self.loader

@@ -2,8 +2,8 @@
 
     python write_datasets.py --config-file default_config.yaml [--data cifar10.npz]
 
-Images are stored as they are, not as JPEG: they are small, and nothing is lost. Any process of any training can read the
-files; they are written once.
+Images are stored as they are, not as JPEG: they are small, and nothing is lost. They are written once,
+for trainings with any number of processes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ffcv.writer import DatasetWriter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cifar_data import load
 from settings import add_data_flags, parse
 from torch import Tensor
+
+from cifar_data import load
 
 
 class Pairs:
