@@ -90,7 +90,7 @@ def train(options: argparse.Namespace, make_source: Callable[[argparse.Namespace
     journal.finish(model, accuracy=accuracy, test_loss=test_loss)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode, in which FFCV's threads could not fill what is allocated here
 def test(model: nn.Module, source: Source, device: torch.device) -> tuple[float, float]:
     """Accuracy and loss, each rank having judged its share of the images, as they are and mirrored."""
     model.eval()

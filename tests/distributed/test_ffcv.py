@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distributed.launching import TORCHRUN, clean_environ, run, start_ranks
+from distributed.launching import TORCHRUN, clean_environ, run
 
 pytest.importorskip(
     "ffcv.loader", reason="FFCV is not installed: sh .ci/ffcv-packages PYTHON does it, or see examples/ffcv/README.md"
@@ -59,9 +59,3 @@ def test_two_processes_train_compressed_from_beton_files(tmp_path: Path, environ
     assert stats["bytes_before"] > 5 * stats["bytes_after"], stats
     # Two ranks: what a rank sends is what its gradients are.
     assert stats["bytes_sent"] < 4 * report["parameters"] * len(losses) / 5
-
-
-def test_a_missing_file_says_what_writes_it(tmp_path: Path, environ: dict[str, str]) -> None:
-    config = ["--config-file", EXAMPLE / "default_config.yaml", "--train-beton", tmp_path / "none.beton"]
-    printed = run([*start_ranks("Open MPI"), sys.executable, EXAMPLE / "train_cifar_ffcv_cgx.py", *config], environ)
-    assert "none.beton: write_datasets.py, with the same --config-file, writes it" in printed
