@@ -19,6 +19,7 @@ ACCURACY_DATA ?= ../shared/data
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FFCV := $(VENV)/.ffcv-installed
 RESULTS := benchmarks/results
 BENCH := $(BIN)/cgx bench allreduce --against gloo --bucket-size 1024
 BENCH_KERNELS := $(BIN)/cgx bench kernels --bucket-size 1024
@@ -31,7 +32,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: lint
+test: lint $(FFCV)
 	timeout --foreground --kill-after=30 $(TEST_LIMIT_S) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)
@@ -82,6 +83,10 @@ $(STAMP): $(SOURCES)
 	test -x $(VENV)/mpich/bin/mpiexec || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefix $(VENV)/mpich mpich
 	touch $@
+
+# Where FFCV cannot be had, this says why, and its test is skipped.
+$(FFCV): .ci/ffcv-packages | $(STAMP)
+	@if sh .ci/ffcv-packages $(BIN)/python; then touch $@; else test $$? = 77; fi
 
 clean:
 	rm -rf $(VENV) build dist src/torch_cgx/_native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

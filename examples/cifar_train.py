@@ -11,47 +11,73 @@ train_labels, test_images and test_labels. `--backend gloo --bits 32` is plain P
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from cifar_data import Cifar, augmented, download, load, normalized
+from cifar_data import augmented, download, load, normalized
 from common import Average, Journal, distribute, flags, generator, join, rise_and_fall, shuffled, total
 from resnet import MODELS
 
 
-def train(options: argparse.Namespace) -> None:
-    device = join(options)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if options.download:
-        if rank == 0:
-            download(options.data)
-        dist.barrier()
-    data = load(options.data)
-    steps_an_epoch = len(data.train_images) // (options.batch * world)
-    if steps_an_epoch == 0:
-        raise ValueError(
-            f"--batch {options.batch} on {world} processes: there are {len(data.train_images)} images only"
-        )
+class Source(Protocol):
+    """Where batches come from: images as the model takes them, and labels, on the device."""
 
-    steps = max(1, round(options.epochs * steps_an_epoch))
+    steps: int  # in an epoch
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's batches of an epoch."""
+
+    def test(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the test images."""
+
+
+class InMemory:
+    """All of CIFAR-10 in memory, augmented when it is asked for."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device = options, device
+        if options.download:
+            if dist.get_rank() == 0:
+                download(options.data)
+            dist.barrier()
+        self.data = load(options.data)
+        self.steps = len(self.data.train_images) // (options.batch * dist.get_world_size())
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        noise = generator(self.options.seed, number, dist.get_rank())
+        for batch in shuffled(len(self.data.train_images), self.options.batch, self.options.seed, number):
+            x = augmented(self.data.train_images[batch], noise)
+            yield normalized(x.to(self.device)), self.data.train_labels[batch].to(self.device)
+
+    def test(self) -> Iterator[tuple[Tensor, Tensor]]:
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        for x, y in zip(self.data.test_images[mine].split(500), self.data.test_labels[mine].split(500), strict=True):
+            yield normalized(x.to(self.device)), y.to(self.device)
+
+
+def train(options: argparse.Namespace, make_source: Callable[[argparse.Namespace, torch.device], Source]) -> None:
+    device = join(options)
+    source = make_source(options, device)
+    if source.steps == 0:
+        raise ValueError(f"--batch {options.batch} on {dist.get_world_size()} processes: more than there are images")
+
+    steps = max(1, round(options.epochs * source.steps))
     model = MODELS[options.model]().to(device)
     ddp, state = distribute(model, options)
     optimizer = torch.optim.SGD(model.parameters(), options.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
     schedule = rise_and_fall(optimizer, steps)
     average = Average(model, options.average)
     journal = Journal(options, state, steps, device)
-    for step in range(steps):
-        epoch, number = divmod(step, steps_an_epoch)
-        if number == 0:
-            batches = shuffled(len(data.train_images), options.batch, options.seed, epoch)
-            noise = generator(options.seed, epoch, rank)
-        batch = next(batches)
-        x = normalized(augmented(data.train_images[batch], noise).to(device))
-        loss = F.cross_entropy(ddp(x), data.train_labels[batch].to(device), label_smoothing=options.label_smoothing)
+    epochs = itertools.chain.from_iterable(source.epoch(number) for number in itertools.count())
+    for x, y in itertools.islice(epochs, steps):
+        loss = F.cross_entropy(ddp(x), y, label_smoothing=options.label_smoothing)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -60,34 +86,36 @@ def train(options: argparse.Namespace) -> None:
         journal.step(loss)
     journal.stop()
     average.apply()
-    accuracy, test_loss = test(model, data, device)
+    accuracy, test_loss = test(model, source, device)
     journal.finish(model, accuracy=accuracy, test_loss=test_loss)
 
 
-@torch.inference_mode()
-def test(model: nn.Module, data: Cifar, device: torch.device) -> tuple[float, float]:
+@torch.no_grad()  # not inference_mode, in which FFCV's threads could not fill what is allocated here
+def test(model: nn.Module, source: Source, device: torch.device) -> tuple[float, float]:
     """Accuracy and loss, each rank having judged its share of the images, as they are and mirrored."""
     model.eval()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    right = loss = 0.0
-    for images, labels in zip(
-        data.test_images[rank::world].split(500), data.test_labels[rank::world].split(500), strict=True
-    ):
-        x, y = normalized(images.to(device)), labels.to(device)
+    right = loss = count = 0.0
+    for x, y in source.test():
         scores = (model(x).softmax(1) + model(x.flip(3)).softmax(1)) / 2
         right += float((scores.argmax(1) == y).sum())
         loss += float(F.nll_loss(scores.log(), y, reduction="sum"))
-    right, loss, count = total(right, loss, len(data.test_labels[rank::world]), device=device)
+        count += len(y)
+    right, loss, count = total(right, loss, count, device=device)
     return right / count, loss / count
 
 
-def main() -> None:
-    parser = flags(__doc__, epochs=20, batch=64, lr=0.1)
-    parser.add_argument("--data", type=Path, required=True, metavar="PATH")
-    parser.add_argument("--download", action="store_true", help="fetch CIFAR-10 into --data where it is not there")
+def cifar_flags(doc: str | None) -> argparse.ArgumentParser:
+    parser = flags(doc, epochs=20, batch=64, lr=0.1)
     parser.add_argument("--model", choices=MODELS, default="resnet18")
     parser.add_argument("--label-smoothing", type=float, default=0.0)
-    train(parser.parse_args())
+    return parser
+
+
+def main() -> None:
+    parser = cifar_flags(__doc__)
+    parser.add_argument("--data", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--download", action="store_true", help="fetch CIFAR-10 into --data where it is not there")
+    train(parser.parse_args(), InMemory)
 
 
 if __name__ == "__main__":
