@@ -45,9 +45,9 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
     parameters.
 
     A checkpoint holds the states of all ranks, gathered by rank 0: with error feedback that is, for each rank, one
-    float32 copy of the parameters that are compressed. A run that resumes with as many ranks continues as if it had
-    never stopped; with another number of ranks it warns of what it drops. The checkpoint's settings (bits and so on)
-    replace those given here. Weights-only checkpoints hold none of it.
+    float32 copy of the parameters that are compressed. A run that resumes with as many ranks goes on with all of it;
+    with another number of ranks it warns of what it drops. The checkpoint's settings (bits and so on) replace those
+    given here. Weights-only checkpoints hold none of it.
     """
 
     strategy_name = "cgx"

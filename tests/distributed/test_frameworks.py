@@ -83,7 +83,15 @@ def lightning_stops_and_resumes(me: Rank, folder: str) -> tuple[Tensor, Tensor]:
         pl.seed_everything(0)
         x = torch.randn(BATCH * BATCHES * WORLD, 32)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :10].argmax(1)), BATCH)
-        strategy = CGXStrategy(bits=2, layer_min_size=16, error_feedback=True, overrides={"net.0.*": {"bits": 3}})
+        # DDP lays its grad buckets out anew after the first step, and so after resuming, unless it looks for unused
+        # parameters; other places in a grad bucket round otherwise.
+        strategy = CGXStrategy(
+            bits=2,
+            layer_min_size=16,
+            overrides={"net.0.*": {"bits": 3}},
+            error_feedback=True,
+            find_unused_parameters=True,
+        )
         trainer, module = trainer_with(strategy, epochs), Module()
         trainer.fit(module, data, ckpt_path=checkpoint)
         return trainer, strategy, module
