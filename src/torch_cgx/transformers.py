@@ -1,0 +1,90 @@
+"""Hugging Face's Trainer: `trainer.add_callback(CGXCallback(trainer, bits=4))`.
+
+Trainer wraps the model in DDP itself, and hands callbacks the bare model; so this callback asks the trainer for the
+wrapped one. The process group has to be there before TrainingArguments: see docs/frameworks.md. Nothing else of
+torch_cgx needs transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_cgx import CGXState, cgx_hook
+
+__all__ = ["CGXCallback"]
+
+_log = logging.getLogger("torch_cgx")
+_transformers: Any = importlib.import_module("transformers")
+
+
+class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
+    """Registers `cgx_hook` on the trainer's DDP model when training begins; from then on, `cgx_state` is its state.
+
+    The arguments after `trainer` are those of `CGXState`. Each rank keeps its state in the trainer's checkpoints, in a
+    file of its own, as Trainer does with random number generators, and takes it up, settings included, when training
+    resumes from a checkpoint in `output_dir`. In a run of one process there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        bits: int = 4,
+        bucket_size: int = 1024,
+        layer_min_size: int = 1024,
+        overrides: Mapping[str, Mapping[str, int]] | None = None,
+        stochastic: bool | None = None,
+        error_feedback: bool = False,
+        start_step: int = 0,
+        measure_every: int = 100,
+    ) -> None:
+        self.cgx_state: CGXState | None = None
+        self._trainer = trainer
+        self._model: DistributedDataParallel | None = None  # the one that has the hook
+        self._settings: dict[str, Any] = {
+            "layer_min_size": layer_min_size,
+            "compression_params": {"bits": bits, "bucket_size": bucket_size},
+            "overrides": overrides,
+            "stochastic": stochastic,
+            "error_feedback": error_feedback,
+            "start_step": start_step,
+            "measure_every": measure_every,
+        }
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.world_size == 1:
+            return
+        model = self._trainer.model_wrapped
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(f"CGXCallback: expected a model that Trainer wraps in DDP, got {type(model).__name__}")
+        if model is not self._model:  # a second train() has the hook already
+            scaler = self._trainer.accelerator.scaler
+            self.cgx_state = CGXState.from_model(model, grad_scaler=scaler, **self._settings)
+            model.register_comm_hook(self.cgx_state, cgx_hook)
+            self._model = model
+        if state.global_step > 0:
+            self._resume(_file(args, state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.cgx_state is not None:
+            torch.save(self.cgx_state.state_dict(), _file(args, state))
+
+    def _resume(self, file: Path) -> None:
+        assert self.cgx_state is not None
+        if file.exists():
+            self.cgx_state.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        else:
+            _log.warning("%s is not there: the hook's steps and residuals begin anew", file)
+
+
+def _file(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"torch_cgx_{dist.get_rank()}.pt"
