@@ -219,6 +219,7 @@ class SharedGroup:
         assert lib is not None
         self._lib = lib
         self._handle = 0
+        self._getpid = os.getpid  # for __del__ at exit, when modules are empty already
         self._pid = os.getpid()
         self.limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
@@ -242,7 +243,7 @@ class SharedGroup:
 
     def __del__(self) -> None:
         # In a forked child the group's thread does not exist, and freeing would wait for it: the child lets it be.
-        if self._handle and os.getpid() == self._pid:
+        if self._handle and self._getpid() == self._pid:
             self._lib.cgx_group_free(self._handle)
 
     def _check_process(self) -> None:

@@ -261,6 +261,10 @@ class CGXState:
         """Go on from there. What does not fit this rank and this number of ranks is dropped, with a warning."""
         if saved.get("version") != _VERSION:
             raise ValueError(f"state_dict: expected version {_VERSION}, got {saved.get('version')!r}")
+        changed = [name for name, value in saved["settings"].items() if value != self._settings[name]]
+        if changed:
+            told = ", ".join(f"{name} {self._settings[name]} becomes {saved['settings'][name]}" for name in changed)
+            warnings.warn(f"settings are now those of the checkpoint: {told}", stacklevel=2)
         self._choose(dict(saved["settings"]))
         if self._names:
             self._choices.check_patterns(list(self._numels))
@@ -302,6 +306,7 @@ class CGXState:
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """On the default group, without names until `attach`; a GradScaler has to be given again."""
         self.__init__(measure_every=kept["measure_every"])  # type: ignore[misc]
+        self._choose(dict(kept["state"]["settings"]))
         self.load_state_dict(kept["state"])
 
 
