@@ -105,12 +105,14 @@ def count_sends(me: Rank, sizes: Sequence[int]) -> tuple[int, dict[str, float], 
 @pytest.mark.parametrize("sizes", [(100, 5) * 25, (7,) * 50], ids=["some exact", "all exact"])
 def test_fifty_small_tensors_are_one_operation(sizes: tuple[int, ...], apart: bool) -> None:
     found = run_ranks(count_sends, WORLD, "cgx", sizes, env={BITS: "4"}, rank_env=placed(apart))
+    exact = max(sizes) < 16
+    by_gloo = exact and apart  # which counts nothing
     for sends, figures, digests in found:
-        assert figures["operations"] == 1
-        assert figures["compressed_operations"] == 1 or max(sizes) < 16
-        assert figures["bytes_before"] == 4 * sum(sizes)
+        assert figures["operations"] == (0 if by_gloo else 1)
+        assert figures["compressed_operations"] == (0 if exact else 1)
+        assert figures["bytes_before"] == (0 if by_gloo else 4 * sum(sizes))
         # To each of two peers: what is about to be done, and the values, which are few enough to go all to all.
-        assert sends == (2 * (WORLD - 1) if apart else 0)
+        assert sends == (2 * (WORLD - 1) if apart and not by_gloo else 0)
         assert digests == found[0][2]
 
 

@@ -50,8 +50,9 @@ def test_a_rank_that_fails_is_told_apart(how: str, exit_code: int) -> None:
         assert "KeyError" in failed.error_kinds
     if how in ("crash", "hang"):
         assert "fail_in_a_way" in failed.log  # its stack
-    with pytest.raises(AssertionError, match="rank 1: FAILED"):
-        run_ranks(fail_in_a_way, 2, None, how, timeout_s=1.5)
+    if how == "raise":
+        with pytest.raises(AssertionError, match="rank 1: FAILED"):
+            run_ranks(fail_in_a_way, 2, None, how, timeout_s=1.5)
 
 
 def leave_a_child(me: Rank) -> int:
