@@ -92,5 +92,5 @@ $(FFCV): .ci/ffcv-packages | $(STAMP)
 	@if sh .ci/ffcv-packages $(BIN)/python; then touch $@; else test $$? = 77; fi
 
 clean:
-	rm -rf $(VENV) build dist src/torch_cgx/_native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/torch_cgx/_native/*.so* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

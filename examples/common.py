@@ -107,11 +107,12 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model, self.decay = model, decay
-        self.mean = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        kept = model.state_dict() if decay else {}
+        self.mean = {name: value.detach().clone() for name, value in kept.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        for name, value in self.model.state_dict().items():
+        for name, value in self.model.state_dict().items() if self.mean else ():
             if value.is_floating_point():
                 self.mean[name].lerp_(value, 1 - self.decay)
             else:
@@ -119,7 +120,8 @@ class Average:
 
     def apply(self) -> None:
         """Give the mean to the model."""
-        self.model.load_state_dict(self.mean)
+        if self.mean:
+            self.model.load_state_dict(self.mean)
 
 
 def total(*values: float, device: torch.device) -> list[float]:
@@ -168,7 +170,8 @@ class Journal:
         of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(of_ranks, mine)
         stats = self.stats()
-        sent_nbytes = stats["bytes_sent"] if stats else self.exact_nbytes(model)
+        counted = bool(stats) and stats["operations"] > 0  # Gloo and NCCL, which carry what is exact, do not count
+        sent_nbytes = stats["bytes_sent"] if counted else self.exact_nbytes(model)
         if self.first:
             self.print_summary(stats, sent_nbytes, figures)
             result = {
@@ -204,6 +207,6 @@ class Journal:
     def print_summary(self, stats: dict[str, float], sent_nbytes: float, figures: dict[str, float]) -> None:
         print(*(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items()), sep=", ", end="; ")
         print(f"{self.seconds:.1f} s for {len(self.losses)} steps; {sent_nbytes / 1e6:,.2f} MB sent by rank 0")
-        if self.state is not None:
+        if self.state is not None and stats["compressed_operations"]:
             ratio = stats["bytes_before"] / max(1, stats["bytes_after"])
             print(f"gradients were compressed {ratio:.1f} times by the hook, on backend {self.options.backend}")

@@ -40,7 +40,8 @@ def run(script: Path, options: argparse.Namespace, **settings: object) -> dict[s
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
         command.append(str(script))
         for name, value in {**settings, "json": output}.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
+            flag = f"--{name.replace('_', '-')}"
+            command += ([flag] if value else []) if isinstance(value, bool) else [flag, str(value)]
         start = time.perf_counter()
         subprocess.run(command, env={"OMP_NUM_THREADS": str(options.threads or 1), **os.environ}, check=True)
         return {**json.loads(output.read_text()), "run_s": time.perf_counter() - start}
@@ -64,6 +65,8 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=2, help="processes, on this machine")
     parser.add_argument("--price-per-hour", type=float, default=1.0, help="in any currency")
     options = parse(parser, ["data", "training"])
+    if options.json or options.tensorboard:
+        parser.error("--json and --tensorboard are for single trainings")
 
     taken = (
         "model",
@@ -82,7 +85,7 @@ def main() -> int:
         settings["threads"] = options.threads
     plain = HERE.parent / "cifar_train.py"
     exact = {"backend": "nccl" if options.device == "cuda" else "gloo", "bits": 32}
-    cgx = {"backend": options.backend, "bits": options.bits}
+    cgx = {"backend": options.backend, "bits": options.bits, "error_feedback": options.error_feedback}
     betons = {"train_beton": options.train_beton, "test_beton": options.test_beton, "config_file": options.config_file}
     trainings = {
         "vanilla": (plain, {**settings, **exact, "data": options.data}),

@@ -199,7 +199,11 @@ class ProcessGroupCGX(ReduceScatters):
 
         `residual`, float32 and as long, gets what this rank's encoding loses: see `Kernels`.
         """
-        opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.AVG)
+        if tensor.device.type == "cpu" and not self._is_ours(tensor, "AVG"):  # sparse, say: Gloo's, which knows no AVG
+            tensor.div_(self._world)
+            opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.SUM)
+        else:
+            opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.AVG)
         opts.asyncOp = True  # hooks never wait
         return self._allreduce("all_reduce", tensor, [tensor], opts, layers, residual, stochastic)
 

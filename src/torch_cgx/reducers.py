@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -22,6 +23,8 @@ from torch_cgx.algorithms import Topology
 from torch_cgx.calls import collective_call
 from torch_cgx.config import Compression, Settings
 from torch_cgx.executors.messages import MessageExecutor
+from torch_cgx.executors.pipeline import AHEAD
+from torch_cgx.executors.schedule import staged_slices
 from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
 from torch_cgx.kernels import Rounding
 from torch_cgx.layers import LayerTable
@@ -34,11 +37,11 @@ _PREPARED = 1024  # kept a group; a training has a few dozen shapes
 
 # Over messages an operation is cut into about so many slices, which overlap. More of them would leave the link idle for
 # a shorter time at both ends, but each costs four messages and some Python: 64 MB at 10 Gbit/s took 38 ms in 8 slices
-# and 52 in 16, and the same at 1 Gbit/s. Several are under way at once, and their payloads lie in memory, so that one
-# is a part of the fusion buffer at most.
+# and 52 in 16, and the same at 1 Gbit/s. Several are under way at once; their payloads must fit into so many fusion
+# buffers' payloads.
 _SLICES = 8
 _LEAST_SLICE_NBYTES = 2 << 20
-_SLICES_OF_FUSION_BUFFER = 8
+_STAGED_FUSION_BUFFERS = 2
 
 # Everybody sends everything to all where this many bytes of values, times the ranks, or fewer are reduced: one message
 # instead of two that wait for each other.
@@ -222,8 +225,8 @@ class MessageReducer:
         flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
         layers = place.cut(request)
         nbytes = tensor.numel() * tensor.element_size()
-        slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes)
         topology = self._tiny_topology if nbytes * place.world <= _TINY_NBYTES else self._topology
+        slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes, topology)
         # What is summed up in several steps would be rounded, and might overflow, between them.
         widened = tensor.element_size() == 2 and (not topology.is_flat or topology.algorithm == "RING")
         reduce = self._executor.allreduce_widened if widened else self._executor.allreduce
@@ -233,7 +236,7 @@ class MessageReducer:
         with self._lock:
             self._sequence += 1
             rounding = Rounding(place.stochastic(request), place.settings.seed, self._sequence)
-            agreed = stable_hash((*facts, layers))
+            agreed = stable_hash((*facts, _hash_of(layers)))
             scale = place.scale(request.reduction)
             job = reduce(flat, layout, topology, scale, rounding, agreed, request.residual)
             self._counts["operations"] += 1
@@ -258,9 +261,15 @@ class MessageReducer:
         self._executor.close()
 
 
-def message_slice_nbytes(nbytes: int, fusion_nbytes: int) -> int:
+def message_slice_nbytes(nbytes: int, fusion_nbytes: int, topology: Topology) -> int:
     """The most values, in bytes, of one slice of an operation over messages."""
-    return min(-(-fusion_nbytes // _SLICES_OF_FUSION_BUFFER), max(_LEAST_SLICE_NBYTES, -(-nbytes // _SLICES)))
+    of_fusion_buffer = _STAGED_FUSION_BUFFERS * fusion_nbytes // staged_slices(topology, AHEAD)
+    return max(1, min(of_fusion_buffer, max(_LEAST_SLICE_NBYTES, -(-nbytes // _SLICES))))
+
+
+@lru_cache(maxsize=256)
+def _hash_of(layers: tuple[Layer, ...]) -> int:
+    return stable_hash(layers)
 
 
 def _is_compressed(layers: Sequence[Layer]) -> bool:

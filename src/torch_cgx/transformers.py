@@ -72,19 +72,28 @@ class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             model.register_comm_hook(self.cgx_state, cgx_hook)
             self._model = model
         if state.global_step > 0:
-            self._resume(_file(args, state))
+            self._resume(args, state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.cgx_state is not None:
-            torch.save(self.cgx_state.state_dict(), _file(args, state))
+        if self.cgx_state is not None and not getattr(args, "save_only_model", False):
+            file = _file(args, state, dist.get_rank())
+            file.parent.mkdir(parents=True, exist_ok=True)  # rank 0, which makes it, may come later
+            torch.save(self.cgx_state.state_dict(), file)
 
-    def _resume(self, file: Path) -> None:
+    def _resume(self, args: Any, state: Any) -> None:
+        """All ranks from their own files, or all from rank 0's, or none: steps and settings must be the same on all."""
         assert self.cgx_state is not None
-        if file.exists():
-            self.cgx_state.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        own = _file(args, state, dist.get_rank())
+        saved = [torch.load(own, map_location="cpu", weights_only=True) if own.exists() else None]
+        missing = torch.tensor([saved[0] is None], dtype=torch.int64, device=args.device)
+        dist.all_reduce(missing)
+        if missing:
+            dist.broadcast_object_list(saved, device=args.device)
+        if saved[0] is not None:
+            self.cgx_state.load_state_dict(saved[0])
         else:
-            _log.warning("%s is not there: the hook's steps and residuals begin anew", file)
+            _log.warning("%s is not there: the hook's steps and residuals begin anew", own)
 
 
-def _file(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"torch_cgx_{dist.get_rank()}.pt"
+def _file(args: Any, state: Any, rank: int) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"torch_cgx_{rank}.pt"

@@ -64,3 +64,25 @@ def test_two_processes_train_compressed_from_beton_files(tmp_path: Path, environ
     assert stats["bytes_before"] > 5 * stats["bytes_after"], stats
     # Two ranks: what a rank sends is what its gradients are.
     assert stats["bytes_sent"] < 4 * report["parameters"] * len(losses) / 5
+
+    table = run(
+        [
+            sys.executable,
+            EXAMPLE / "compare.py",
+            *config,
+            *betons,
+            "--data",
+            tmp_path / "images.npz",
+            "--model",
+            "small",
+            "--epochs",
+            "0.5",
+            "--batch",
+            str(BATCH),
+            "--price-per-hour",
+            "3",
+        ],
+        environ,
+    )
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert rows == ["", "vanilla", "CGX", "CGX + FFCV"], table

@@ -77,6 +77,24 @@ def test_every_way_of_ddp() -> None:
     same_on_all_ranks(run_ranks(ways_of_ddp, 2, "cgx", timeout_s=60))
 
 
+def with_a_sparse_embedding(me: Rank) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Flatten(), nn.Linear(120, 20))
+    ddp = DistributedDataParallel(net)
+    hook(ddp)
+    words = torch.tensor([[3, 5, 7 + me.rank], [3, 9, 9]])
+    others = [torch.tensor([[3, 5, 7 + rank], [3, 9, 9]]) for rank in range(me.world)]
+    exact = sum(torch.autograd.grad(net(x).square().sum(), net[0].weight)[0].to_dense() for x in others) / me.world
+    ddp(words).square().sum().backward()
+    found = net[0].weight.grad
+    assert found is not None and found.is_sparse
+    assert torch.allclose(found.to_dense(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_gradients_are_averaged_exactly(backend: str) -> None:
+    run_ranks(with_a_sparse_embedding, 2, backend)
+
+
 def unused_loss(net: nn.Module, step: int, rank: int) -> Tensor:
     return loss_of(net, step, rank, with_branch=(step + rank) % 2 == 0)
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -72,6 +73,9 @@ class Post:
 
 class InMemory:
     """One rank's transport; implements `torch_cgx.transports.Transport`."""
+
+    timeout = timedelta(seconds=WAIT_S)
+    tags = TAGS
 
     def __init__(self, rank: int, post: Post) -> None:
         self.rank = rank
@@ -227,8 +231,9 @@ def test_after_operations_of_many_sizes_no_more_is_kept_than_allowed(topology: T
     "topology",
     [
         *(Topology.flat("SRA", world) for world in (2, 4)),
-        Topology.flat("RING", 4),
+        *(Topology.flat("RING", world) for world in (4, 8)),
         *(Topology("SRA", (0, 0, 1, 1), shares) for shares in (1, 2)),
+        Topology("SRA", (0,) * 6 + (1,)),
     ],
     ids=str,
 )
@@ -240,12 +245,12 @@ def test_a_large_tensor_has_two_fusion_buffers_of_payloads_in_memory_at_most(top
         pipeline._staging = staging
     nbytes = 4 * fusion_nbytes
     quantizer = MaxMin(4, 512)
-    slice_nbytes = message_slice_nbytes(nbytes, fusion_nbytes)
+    slice_nbytes = message_slice_nbytes(nbytes, fusion_nbytes, topology)
     layout = make_layout([Layer(nbytes // 4, quantizer)], topology.n_chunks, 4, slice_nbytes)
     group.reduced([torch.zeros(nbytes // 4)] * topology.world, layout, 1.0, NEAREST)
     payload_nbytes = quantizer.payload_nbytes(fusion_nbytes // 4, 4)
     used = [staging.most_nbytes / payload_nbytes for staging in measured]
-    assert all(0.5 < share < 2 for share in used), used
+    assert all(0.2 < share < 2 for share in used), used
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.algorithms.hierarchical import most_shares
-from torch_cgx.executors.pipeline import _AHEAD as AHEAD
+from torch_cgx.executors.pipeline import AHEAD
 from torch_cgx.executors.programs import programs_for
 from torch_cgx.executors.schedule import Schedule, levels_of, schedule_for
 from torch_cgx.program import Program, Receive, Send

@@ -2,7 +2,7 @@
 
 Before the first payloads, all ranks that talk to each other tell what they are about to do, so that ranks that have
 lost step find out instead of adding up each other's bytes. Nobody waits for that: payloads are tagged by the call that
-they belong to, and those of another call meet no receive.
+they belong to, so that those of another call meet no receive (but for a coincidence, which makes an error too).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_cgx.layout import Chunk, Layout, Slice
 from torch_cgx.program import Add, Combine, Decode, Encode, Receive, Reduce, Send, Step
 from torch_cgx.transports import TAGS, Pending, Transport
 
-__all__ = ["Pipeline"]
+__all__ = ["AHEAD", "Pipeline"]
 
 _PHASES = ("encode", "wait", "reduce", "decode")
 _LATE_S = 2.0  # for a rank that comes later to a call that differs; one that never comes shall not hold up the error
@@ -35,7 +35,7 @@ _AGREEMENT_TAG = 0
 
 # A receive is posted so many ticks before its time. A payload for which none is posted yet waits at its sender, and the
 # word that one is there now waits behind all other payloads on the link.
-_AHEAD = 3
+AHEAD = 3
 
 
 @dataclass(slots=True)
@@ -45,12 +45,13 @@ class _Underway:
     part: Slice
     schedule: Schedule
     first_tag: int
+    tags: int  # how many there are
     slots: dict[str, Tensor] = field(default_factory=dict)
     arriving: dict[str, Pending] = field(default_factory=dict)
     leaving: list[Pending] = field(default_factory=list)
 
     def tag(self, slot: str) -> int:
-        return _AGREEMENT_TAG + 1 + (self.first_tag + self.schedule.slots[slot].index) % (TAGS - 1)
+        return _AGREEMENT_TAG + 1 + (self.first_tag + self.schedule.slots[slot].index) % (self.tags - 1)
 
     def coded(self, slot: str) -> Chunk:
         """What the slot's payload encodes, and how."""
@@ -78,6 +79,7 @@ class Pipeline:
         staging_nbytes: int,
     ) -> None:
         self._transports = tuple(transports)
+        self._tags = min((transport.tags for transport in transports if transport is not None), default=TAGS)
         self._kernels = kernels
         self._rank = rank
         self._global_ranks = tuple(global_ranks)
@@ -108,10 +110,10 @@ class Pipeline:
         depth = max(len(each.schedule.levels) for each in slices)
         peers = sorted(frozenset[int]().union(*(each.schedule.peers for each in slices)))
         agreement = _Agreement(self, torch.tensor([rounding.op, agreed], dtype=torch.int64), peers)
-        for tick in range(_AHEAD):
+        for tick in range(AHEAD):
             self._post_receives(slices, tick, depth)
         for tick in range(len(slices) + depth):
-            self._post_receives(slices, tick + _AHEAD, depth)
+            self._post_receives(slices, tick + AHEAD, depth)
             for level in range(depth):
                 number = tick - level
                 if 0 <= number < len(slices):
@@ -141,7 +143,7 @@ class Pipeline:
         for part in layout.slices:
             nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
             schedule = schedule_for(topology, nonempty, self._rank)
-            slices.append(_Underway(part, schedule, tag))
+            slices.append(_Underway(part, schedule, tag, self._tags))
             tag += len(schedule.slots)
         return slices
 

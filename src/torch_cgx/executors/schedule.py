@@ -14,9 +14,9 @@ from functools import lru_cache
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.executors.programs import SharedSlot, programs_for
-from torch_cgx.program import Combine, Program, Receive, Reduce, Send, Step
+from torch_cgx.program import Combine, Encode, Program, Receive, Reduce, Send, Step
 
-__all__ = ["Schedule", "levels_of", "schedule_for"]
+__all__ = ["Schedule", "levels_of", "schedule_for", "staged_slices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,18 @@ def schedule_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> S
         peers=frozenset(step.peer for step in programs[rank] if isinstance(step, Send | Receive)),
         slots=slots,
     )
+
+
+@lru_cache(maxsize=64)
+def staged_slices(topology: Topology, ahead: int) -> int:
+    """How many slices' payloads lie in a rank's memory at once, at most: those under way, times what each needs.
+
+    With receives posted `ahead` ticks before their time. Exact payloads count like compressed ones.
+    """
+    programs, _ = programs_for(topology, (True,) * topology.n_chunks)
+    levels = max((level for levels in levels_of(programs) for level in levels), default=0) + 1
+    slots = max(sum(isinstance(step, Encode | Reduce | Receive) for step in program) for program in programs)
+    return -(-slots * (levels + ahead) // topology.n_chunks)
 
 
 def _slots_of(step: Step) -> tuple[str, ...]:

@@ -35,6 +35,11 @@ class Residuals:
             self._by_parameter[id(parameter)] = view
         return flat
 
+    def forget(self, parameters: Sequence[Tensor]) -> None:
+        """Of parameters that travel exactly now; they would keep those of their old grad bucket in memory."""
+        for parameter in parameters:
+            self._by_parameter.pop(id(parameter), None)
+
     def rescale(self, scale: float) -> None:
         """The loss is multiplied with another number from now on."""
         if scale != self.scale:

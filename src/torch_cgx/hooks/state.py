@@ -66,20 +66,29 @@ class CGXState:
             raise ValueError(f"measure_every: expected 1 or more, got {measure_every}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler: expected a GradScaler, got {type(grad_scaler).__name__}")
-        self._settings: dict[str, Any] = {}
+        settings = {
+            "layer_min_size": layer_min_size,
+            "compression_params": {} if compression_params is None else compression_params,
+            "overrides": overrides or {},
+            "stochastic": stochastic,
+            "error_feedback": error_feedback,
+            "start_step": start_step,
+        }
+        self._begin(settings, process_group, grad_scaler, measure_every)
+        if model is not None:
+            self.attach(model)
+        elif overrides:
+            raise ValueError(
+                "overrides: expected the model whose parameters they name; make the state with CGXState.from_model"
+            )
+        if dist.is_initialized() and isinstance(own := self._own_group(), ProcessGroupCGX):
+            own.heed_no_variable()
+
+    def _begin(self, settings: Mapping[str, Any], process_group: Any, grad_scaler: Any, measure_every: int) -> None:
         # By the identity of parameters, which buckets and the model keep alive; several names where modules share one.
         self._names: dict[int, list[str]] = {}
         self._numels: dict[str, int] = {}
-        self._choose(
-            {
-                "layer_min_size": layer_min_size,
-                "compression_params": {} if compression_params is None else compression_params,
-                "overrides": overrides or {},
-                "stochastic": stochastic,
-                "error_feedback": error_feedback,
-                "start_step": start_step,
-            }
-        )
+        self._choose(settings)
         self.process_group = process_group
         self.grad_scaler = grad_scaler
         self.measure_every = measure_every
@@ -90,14 +99,6 @@ class CGXState:
         self._buckets: dict[int, KnownBucket] = {}
         self._layers: dict[int, KnownLayer] = {}  # by the identity of parameters
         self._residuals = Residuals()
-        if model is not None:
-            self.attach(model)
-        elif overrides:
-            raise ValueError(
-                "overrides: expected the model whose parameters they name; make the state with CGXState.from_model"
-            )
-        if dist.is_initialized() and isinstance(own := self._own_group(), ProcessGroupCGX):
-            own.heed_no_variable()
 
     @classmethod
     def from_model(cls, model: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> CGXState:
@@ -117,8 +118,9 @@ class CGXState:
         self._numels = {name: parameter.numel() for name, parameter in named.items()}
         self._drop_residuals_of_others()
         self._buckets.clear()
+        self._layers.clear()
 
-    def _choose(self, settings: dict[str, Any]) -> None:
+    def _choose(self, settings: Mapping[str, Any]) -> None:
         layer_min_size = settings["layer_min_size"]
         if layer_min_size < 0:
             raise ValueError(f"layer_min_size: expected 0 or more values, got {layer_min_size}")
@@ -127,8 +129,11 @@ class CGXState:
             pattern: read_compression(f"overrides[{pattern!r}]", given, default)
             for pattern, given in settings["overrides"].items()
         }
-        self._choices = Choices(default, layer_min_size, overrides)
-        self._settings = copy.deepcopy(settings)
+        choices = Choices(default, layer_min_size, overrides)
+        if self._names:
+            choices.check_patterns(list(self._numels))
+        self._choices = choices
+        self._settings: dict[str, Any] = copy.deepcopy(dict(settings))
 
     # ---- reducing ----
 
@@ -159,6 +164,9 @@ class CGXState:
         if bucket.is_last():
             self._step += 1
             self._buckets = {index: each for index, each in self._buckets.items() if index <= bucket.index()}
+        if buffer.layout is not torch.strided:  # of a sparse embedding: exact, and not looked at
+            sparse: torch.futures.Future[Tensor] = group.allreduce_layers(buffer, ()).get_future().then(_only)
+            return sparse
         measuring = step % self.measure_every == 0
         looking = known.watching or measuring
         if looking:
@@ -167,11 +175,11 @@ class CGXState:
         layers, residual, lost = known.exact_layers, None, None
         if compressing:
             layers, residual = known.wire_layers, known.residual
-            if residual is not None:
-                lost = add_residual(buffer, residual)
             if measuring or not known.measured:
                 known.measure(buffer)
                 self._measured_step = step
+            if residual is not None:
+                lost = add_residual(buffer, residual)
         work = group.allreduce_layers(buffer, layers, residual=residual, stochastic=self._settings["stochastic"])
 
         def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -215,6 +223,8 @@ class CGXState:
         known = KnownBucket(dtype, layers, group.can_compress(bucket.buffer()), group.settings.skip_incomplete)
         if self._settings["error_feedback"] and known.is_compressed:
             known.residual = self._residuals.lay_out(parameters, [self._name_of(id(each)) for each in parameters])
+        else:
+            self._residuals.forget(parameters)
         self._buckets[bucket.index()] = known
         return known
 
@@ -261,13 +271,13 @@ class CGXState:
         """Go on from there. What does not fit this rank and this number of ranks is dropped, with a warning."""
         if saved.get("version") != _VERSION:
             raise ValueError(f"state_dict: expected version {_VERSION}, got {saved.get('version')!r}")
+        if saved["settings"].keys() != self._settings.keys():
+            raise ValueError(f"state_dict: expected settings {list(self._settings)}, got {list(saved['settings'])}")
         changed = [name for name, value in saved["settings"].items() if value != self._settings[name]]
         if changed:
             told = ", ".join(f"{name} {self._settings[name]} becomes {saved['settings'][name]}" for name in changed)
             warnings.warn(f"settings are now those of the checkpoint: {told}", stacklevel=2)
-        self._choose(dict(saved["settings"]))
-        if self._names:
-            self._choices.check_patterns(list(self._numels))
+        self._choose(saved["settings"])
         self._step = int(saved["step"])
         self._buckets.clear()
         residuals = dict(saved["residuals"])
@@ -299,15 +309,17 @@ class CGXState:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return {"state": self.state_dict(), "measure_every": self.measure_every}
+        return {"state": self.state_dict(), "measure_every": self.measure_every}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """On the default group, without names until `attach`; a GradScaler has to be given again."""
-        self.__init__(measure_every=kept["measure_every"])  # type: ignore[misc]
-        self._choose(dict(kept["state"]["settings"]))
-        self.load_state_dict(kept["state"])
+        self._begin(kept["state"]["settings"], None, None, kept["measure_every"])
+        self._step = int(kept["state"]["step"])
+        self._residuals.put(kept["state"]["residuals"], float(kept["state"]["residual_scale"]))
+
+
+def _only(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

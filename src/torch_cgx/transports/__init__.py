@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["TAGS", "Pending", "Transport"]
 
-TAGS = 1 << 18  # every MPI that we know has so many; the standard promises 2^15
+TAGS = 1 << 18  # at least so many; every MPI that we know has them, the standard promises 2^15
 
 
 class Pending(Protocol):
@@ -33,11 +33,12 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Messages between the ranks of one group. Peers are numbered as in the group.
 
-    Payloads are contiguous uint8 tensors on the CPU, of any length, 0 included. Tags are 0 to TAGS - 1. Messages of
+    Payloads are contiguous uint8 tensors on the CPU, of any length, 0 included. Tags are 0 to `tags` - 1. Messages of
     one tag between two ranks arrive in the order of their sending; those of different tags in any order.
     """
 
     timeout: timedelta  # of waits that begin from now on
+    tags: int  # TAGS, or more
 
     def send(self, payload: Tensor, peer: int, tag: int) -> Pending:
         """The payload must not change until the message has left, for which the peer may have to receive it."""

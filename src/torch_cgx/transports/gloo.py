@@ -14,7 +14,6 @@ import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -103,6 +102,7 @@ class _Message:
         except RuntimeError as error:
             self._error = self._translated(error, time.monotonic() - started)
         self._ended = True
+        self._transport.forget(self)
         if self._watched is not None:
             self._watched.set()
 
@@ -124,10 +124,11 @@ class GlooTransport:
         self._upward: Any = ProcessGroupGloo(PrefixStore("upward", store), rank, world, timeout)
         self._downward: Any = ProcessGroupGloo(PrefixStore("downward", store), rank, world, timeout)
         self.timeout = timeout
+        self.tags = _CLOSING_TAG
         self._rank = rank
         self._me = global_ranks[rank]
         self._global_ranks = tuple(global_ranks)
-        self._messages: weakref.WeakSet[_Message] = weakref.WeakSet()
+        self._messages: set[_Message] = set()  # under way: Gloo would stop reading where nobody holds a receive
         self._watchers = _Watchers()
         self._pid = os.getpid()
         self._closed = False
@@ -142,32 +143,41 @@ class GlooTransport:
         return self._start(lambda: self._towards(peer, self._rank).recv([payload], peer, tag), payload, what)
 
     def close(self) -> None:
-        if self._closed or os.getpid() != self._pid:  # a forked child has no threads and must not touch connections
+        if os.getpid() != self._pid:  # a forked child has no threads and must not touch connections
             return
-        self._closed = True
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            upward, downward = self._upward, self._downward
+            self._upward = self._downward = None
             under_way = any(not message.ended for message in self._messages)
+            self._messages.clear()
         if under_way:
-            hang_up(self._upward)
-            hang_up(self._downward)
-        self._watchers.close()
-        self._upward = self._downward = None  # which closes the connections
+            hang_up(upward)
+            hang_up(downward)
+        self._watchers.close()  # connections close with the last reference to their group
 
     def _towards(self, sender: int, receiver: int) -> Any:
         return self._upward if sender < receiver else self._downward
 
     def _start(self, start: Callable[[], Any], payload: Tensor, what: str) -> Pending:
         what = f"rank {self._me} {what}"
-        if self._closed:
-            raise CGXError(f"{what}: the group has been destroyed")
-        try:
-            work = start()
-        except RuntimeError as error:  # the connection is gone already
-            raise PeerLostError(f"{what}: {error}. Look at that rank's output, then restart all ranks.") from error
-        message = _Message(self, work, payload, what, self._watchers)
         with self._lock:
+            if self._closed:
+                raise CGXError(f"{what}: the group has been destroyed")
+            try:
+                work = start()
+            except RuntimeError as error:  # the connection is gone already
+                raise PeerLostError(f"{what}: {error}. Look at that rank's output, then restart all ranks.") from error
+            message = _Message(self, work, payload, what, self._watchers)
             self._messages.add(message)
         return message
+
+    def forget(self, message: _Message) -> None:
+        """It has ended."""
+        with self._lock:
+            self._messages.discard(message)
 
 
 def hang_up(group: Any) -> None:

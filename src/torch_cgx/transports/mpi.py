@@ -153,6 +153,7 @@ class MpiTransport:
 
     def __init__(self, mpi: Any, communicator: Any, timeout: timedelta, global_ranks: Sequence[int]) -> None:
         self.timeout = timeout
+        self.tags = TAGS
         self._mpi = mpi
         self._communicator = communicator
         self._me = global_ranks[communicator.Get_rank()]
