@@ -55,6 +55,8 @@ bench: $(STAMP)
 	$(BENCH) --nodes 2 --nproc 2 --rate 1gbit --sizes 64M --json $(RESULTS)/nodes-2x2-1gbit.json
 	CGX_INTRA_BROADCAST=0 $(BENCH) --nodes 2 --nproc 2 --rate 1gbit --sizes 64M \
 		--json $(RESULTS)/nodes-2x2-1gbit-no-broadcast.json
+	$(BIN)/python benchmarks/mpi_link.py --mpiexec $(VENV)/mpich/bin/mpiexec --json $(RESULTS)/mpi-link-1gbit.json
+	$(BIN)/python benchmarks/hook.py --json $(RESULTS)/hook.json
 	$(BIN)/python benchmarks/memory.py --json $(RESULTS)/memory.json
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check pypiquant
 	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png

@@ -62,7 +62,9 @@ def join(options: argparse.Namespace) -> torch.device:
     return device
 
 
-def distribute(model: nn.Module, options: argparse.Namespace) -> tuple[DistributedDataParallel, CGXState | None]:
+def distribute(
+    model: nn.Module, options: argparse.Namespace, overrides: dict[str, dict[str, int]] | None = None
+) -> tuple[DistributedDataParallel, CGXState | None]:
     """The model under DDP, its gradients compressed to `--bits` whatever the backend; and the hook's state."""
     ddp = DistributedDataParallel(model)
     if options.bits == 32:
@@ -71,6 +73,7 @@ def distribute(model: nn.Module, options: argparse.Namespace) -> tuple[Distribut
         ddp,
         layer_min_size=options.layer_min_size,
         compression_params={"bits": options.bits, "bucket_size": options.bucket_size},
+        overrides=overrides,
         error_feedback=options.error_feedback,
     )
     ddp.register_comm_hook(state, cgx_hook)

@@ -31,7 +31,9 @@ def train(options: argparse.Namespace) -> None:
 
     steps = max(1, round(options.epochs * len(train_text) / (options.context * options.batch * world)))
     model = GPT(len(vocabulary), options.context, options.layers, options.width, options.heads).to(device)
-    ddp, state = distribute(model, options)
+    # Rows of rare characters have small gradients, beside those of frequent ones, with which they share their levels.
+    rows = ("tokens.weight", "positions.weight", "head.weight") if options.embedding_bits else ()
+    ddp, state = distribute(model, options, {name: {"bits": options.embedding_bits} for name in rows})
     run = torch.compile(ddp) if options.compile else ddp
     optimizer = torch.optim.AdamW(model.parameters(), options.lr, betas=(0.9, 0.99), weight_decay=0.1)
     schedule = rise_and_fall(optimizer, steps)
@@ -81,6 +83,9 @@ def validate(model: nn.Module, text: Tensor, context: int, device: torch.device)
 def main() -> None:
     parser = flags(__doc__, epochs=5, batch=32, lr=2e-3)
     parser.add_argument("--data", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--embedding-bits", type=int, help="of the embeddings and the last layer (default: --bits; 8 is good advice)"
+    )
     parser.add_argument("--context", type=int, default=128, help="characters that the model sees")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
