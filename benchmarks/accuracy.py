@@ -102,8 +102,12 @@ def main() -> int:
     tasks = {name: task for name, task in TASKS.items() if name in (options.only or TASKS)}
     runs: Runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else {}
 
-    wanted = [
-        (task, setting, seed) for seed in range(options.seeds) for task in tasks for setting in tasks[task].settings
+    wanted = [  # those that the goal is about first
+        (task, setting, seed)
+        for setting in SETTINGS
+        for seed in range(options.seeds)
+        for task in tasks
+        if setting in tasks[task].settings
     ]
     missing = [run for run in wanted if not is_done(runs, *run)]
     files = sorted({options.data / TASKS[task].data for task, _, _ in missing})

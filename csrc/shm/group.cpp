@@ -260,8 +260,7 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
         payloads[i] = slot_data(op, plan.inputs[static_cast<size_t>(step.first_input) + i]);
       rounding.stage = 1;
       status = cgx_reduce(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
-                          step.partial ? 1.0 : op.what.scale, slot_data(op, step.slot), &rounding,
-                          op.what.residual);
+                          step.partial ? 1.0 : op.what.scale, slot_data(op, step.slot), &rounding, op.what.residual);
       count(kReduceNs, now_ns() - begin_ns);
       break;
     }
