@@ -23,7 +23,7 @@ from torch_cgx.algorithms import Topology
 from torch_cgx.calls import collective_call
 from torch_cgx.config import Compression, Settings
 from torch_cgx.executors.messages import MessageExecutor
-from torch_cgx.executors.pipeline import AHEAD
+from torch_cgx.executors.pipeline import AHEAD, Reduction
 from torch_cgx.executors.schedule import staged_slices
 from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
 from torch_cgx.kernels import Rounding
@@ -238,7 +238,7 @@ class MessageReducer:
             rounding = Rounding(place.stochastic(request), place.settings.seed, self._sequence)
             agreed = stable_hash((*facts, _hash_of(layers)))
             scale = place.scale(request.reduction)
-            job = reduce(flat, layout, topology, scale, rounding, agreed, request.residual)
+            job = reduce(Reduction(flat, layout, topology, scale, rounding, agreed, request.residual))
             self._counts["operations"] += 1
             self._counts["compressed_operations"] += _is_compressed(layers)
             self._counts["bytes_before"] += tensor.numel() * tensor.element_size()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_cgx.algorithms import Topology
 from torch_cgx.errors import MismatchError
 from torch_cgx.executors import memory
-from torch_cgx.executors.pipeline import Pipeline
+from torch_cgx.executors.pipeline import Pipeline, Reduction
 from torch_cgx.executors.staging import Staging
 from torch_cgx.kernels import NEAREST, Rounding
 from torch_cgx.kernels.cpu import default_kernels
@@ -133,7 +133,7 @@ class Group:
     def reduced(self, values: Sequence[Tensor], layout: Layout, scale: float, rounding: Rounding) -> list[Tensor]:
         out = [x.clone() for x in values]
         errors = self.on_all_ranks(
-            lambda r: self.pipelines[r].run(out[r], layout, self.topology, scale, rounding, agreed=7)
+            lambda r: self.pipelines[r].run(Reduction(out[r], layout, self.topology, scale, rounding, agreed=7))
         )
         assert errors == [None] * self.topology.world
         assert self.post.is_empty()
@@ -261,7 +261,9 @@ def test_ranks_that_are_about_to_do_something_else_raise_and_no_payload_is_taken
     layouts = [make_layout([Layer(1000, MaxMin(8 if r == 1 else 4, 64))], world, 4, 1500) for r in range(world)]
     before = [x.clone() for x in values]
     errors = group.on_all_ranks(
-        lambda r: group.pipelines[r].run(values[r], layouts[r], group.topology, 1.0, NEAREST, agreed=5 if r == 1 else 4)
+        lambda r: group.pipelines[r].run(
+            Reduction(values[r], layouts[r], group.topology, 1.0, NEAREST, agreed=5 if r == 1 else 4)
+        )
     )
     for rank, error in enumerate(errors):
         assert isinstance(error, MismatchError)
@@ -274,7 +276,9 @@ def test_ranks_at_different_operations_raise_with_both_numbers() -> None:
     values = random_values(1000, 2)
     layout = make_layout([Layer(1000, MaxMin(4, 64))], 2, 4, 1500)
     errors = group.on_all_ranks(
-        lambda r: group.pipelines[r].run(values[r], layout, group.topology, 1.0, Rounding(op=3 + r), agreed=4)
+        lambda r: group.pipelines[r].run(
+            Reduction(values[r], layout, group.topology, 1.0, Rounding(op=3 + r), agreed=4)
+        )
     )
     for (mine, theirs), error in zip(((3, 4), (4, 3)), errors, strict=True):
         assert isinstance(error, MismatchError) and f"number {mine} and {theirs}" in str(error)

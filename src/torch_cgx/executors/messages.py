@@ -10,16 +10,14 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
-from torch import Tensor
 
-from torch_cgx.algorithms import Topology
 from torch_cgx.errors import CGXError
-from torch_cgx.executors.pipeline import Pipeline
-from torch_cgx.kernels import Kernels, Rounding
-from torch_cgx.layout import Layout
+from torch_cgx.executors.pipeline import Pipeline, Reduction
+from torch_cgx.kernels import Kernels
 from torch_cgx.transports import Transport
 
 __all__ = ["Job", "MessageExecutor"]
@@ -93,36 +91,17 @@ class MessageExecutor:
                 self._jobs.put(job)
         return job
 
-    def allreduce(
-        self,
-        values: Tensor,
-        layout: Layout,
-        topology: Topology,
-        scale: float,
-        rounding: Rounding,
-        agreed: int,
-        residual: Tensor | None = None,
-    ) -> Job:
-        """Queue the reduction of a flat tensor. `agreed`: a hash of the call, which must be the same on all ranks."""
-        return self.submit(lambda: self._pipeline.run(values, layout, topology, scale, rounding, agreed, residual))
+    def allreduce(self, operation: Reduction) -> Job:
+        return self.submit(lambda: self._pipeline.run(operation))
 
-    def allreduce_widened(
-        self,
-        values: Tensor,
-        layout: Layout,
-        topology: Topology,
-        scale: float,
-        rounding: Rounding,
-        agreed: int,
-        residual: Tensor | None = None,
-    ) -> Job:
+    def allreduce_widened(self, operation: Reduction) -> Job:
         """The same in a float32 copy, which the layout is made for; the values get what it ends with."""
 
         def run() -> None:
-            wide = values.to(torch.float32)
-            self._pipeline.run(wide, layout, topology, scale, rounding, agreed, residual)
+            wide = operation.values.to(torch.float32)
+            self._pipeline.run(replace(operation, values=wide))
             with torch.inference_mode():  # they may be a tensor of that mode
-                values.copy_(wide)
+                operation.values.copy_(wide)
 
         return self.submit(run)
 

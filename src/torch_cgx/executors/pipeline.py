@@ -26,7 +26,7 @@ from torch_cgx.layout import Chunk, Layout, Slice
 from torch_cgx.program import Add, Combine, Decode, Encode, Receive, Reduce, Send, Step
 from torch_cgx.transports import TAGS, Pending, Transport
 
-__all__ = ["AHEAD", "Pipeline"]
+__all__ = ["AHEAD", "Pipeline", "Reduction"]
 
 _PHASES = ("encode", "wait", "reduce", "decode")
 _LATE_S = 2.0  # for a rank that comes later to a call that differs; one that never comes shall not hold up the error
@@ -60,11 +60,16 @@ class _Underway:
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation:
+class Reduction:
+    """What is to be done: a flat tensor reduced in place."""
+
     values: Tensor
+    layout: Layout
+    topology: Topology
     scale: float
     rounding: Rounding
-    residual: Tensor | None
+    agreed: int  # a hash of the call, which must be the same on all ranks
+    residual: Tensor | None = None  # float32, as long: gets what this rank's encoding loses, see `Kernels`
 
 
 class Pipeline:
@@ -89,27 +94,15 @@ class Pipeline:
     def reset_figures(self) -> None:
         self.figures: dict[str, float] = dict.fromkeys(("bytes_sent", *(f"{phase}_s" for phase in _PHASES)), 0)
 
-    def run(
-        self,
-        values: Tensor,
-        layout: Layout,
-        topology: Topology,
-        scale: float,
-        rounding: Rounding,
-        agreed: int,
-        residual: Tensor | None = None,
-    ) -> None:
-        """Reduce a flat tensor in place. `agreed`: a hash of the call, which must be the same on all ranks.
-
-        `residual`, float32 and as long, gets what this rank's encoding has lost of each value: see `Kernels`.
-        """
-        if not layout.slices:
+    def run(self, operation: Reduction) -> None:
+        if not operation.layout.slices:
             return
-        slices = self._prepare(layout, topology, zlib.crc32(b"%d %d" % (rounding.op, agreed)))
-        operation = _Operation(values, scale, replace(rounding, rank=self._rank), residual)
+        facts = (operation.rounding.op, operation.agreed)
+        operation = replace(operation, rounding=replace(operation.rounding, rank=self._rank))
+        slices = self._prepare(operation, zlib.crc32(b"%d %d" % facts))
         depth = max(len(each.schedule.levels) for each in slices)
         peers = sorted(frozenset[int]().union(*(each.schedule.peers for each in slices)))
-        agreement = _Agreement(self, torch.tensor([rounding.op, agreed], dtype=torch.int64), peers)
+        agreement = _Agreement(self, torch.tensor(facts, dtype=torch.int64), peers)
         for tick in range(AHEAD):
             self._post_receives(slices, tick, depth)
         for tick in range(len(slices) + depth):
@@ -137,12 +130,12 @@ class Pipeline:
         yield
         self.figures[phase] += time.perf_counter() - start
 
-    def _prepare(self, layout: Layout, topology: Topology, tag: int) -> list[_Underway]:
+    def _prepare(self, operation: Reduction, tag: int) -> list[_Underway]:
         """Its slices, with tags that follow each other from some number on."""
         slices = []
-        for part in layout.slices:
+        for part in operation.layout.slices:
             nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
-            schedule = schedule_for(topology, nonempty, self._rank)
+            schedule = schedule_for(operation.topology, nonempty, self._rank)
             slices.append(_Underway(part, schedule, tag, self._tags))
             tag += len(schedule.slots)
         return slices
@@ -166,7 +159,7 @@ class Pipeline:
             self._staging.give(payload)
         each.slots.clear()
 
-    def _make_steps(self, each: _Underway, level: int, operation: _Operation) -> None:
+    def _make_steps(self, each: _Underway, level: int, operation: Reduction) -> None:
         for step in each.schedule.level(level):
             if isinstance(step, Send):
                 payload = each.slots[step.slot]
@@ -182,7 +175,7 @@ class Pipeline:
             for slot in slots:
                 self._staging.give(each.slots.pop(slot))
 
-    def _compute(self, each: _Underway, step: Step, operation: _Operation) -> None:
+    def _compute(self, each: _Underway, step: Step, operation: Reduction) -> None:
         values, rounding, residual = operation.values, operation.rounding, operation.residual
         if isinstance(step, Encode):
             out = each.slots[step.slot] = self._staging.take(each.coded(step.slot).nbytes)
