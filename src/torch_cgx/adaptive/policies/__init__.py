@@ -1,0 +1,22 @@
+"""The policies: each a pure function from what is known of the layers, and a budget, to one candidate a layer.
+
+They neither quantize nor send, and the same layers and budget always give the same allocation. A new policy is one file
+beside these and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch_cgx.adaptive.budget import Budget
+from torch_cgx.adaptive.layers import Candidate, LayerStats
+from torch_cgx.adaptive.policies import dynamic_programming, greedy
+
+__all__ = ["POLICIES", "Policy"]
+
+Policy = Callable[[Sequence[LayerStats], Budget], list[Candidate]]
+
+POLICIES: dict[str, Policy] = {
+    "dynamic_programming": dynamic_programming.allocate,
+    "greedy": greedy.allocate,
+}

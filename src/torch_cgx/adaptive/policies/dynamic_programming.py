@@ -1,0 +1,101 @@
+"""Dynamic programming: the least cost within the limit, exact up to the steps in which weight is counted.
+
+With c the cost that is to be small and w the weight that is limited to W (for the fewest bytes: error; the problem and
+its solution by dynamic programming are L-GreCo's, arXiv 2210.17357):
+
+    best(i, d) = min over candidates of layer i of  c + best(i - 1, d - ceil(w / step))      d = 0 .. D, step = W / D
+
+1. One price for all layers (greedy.py) gives a good allocation and a bound below which none can cost.
+2. A candidate that alone costs more above the bound than that allocation has in hand cannot be in a better one: out.
+   Of hundreds of layers this leaves a few with more than one candidate, so that D steps are fine ones.
+3. Dynamic programming over those few, counting weight above each layer's least.
+
+Rounding up never breaks the limit. What it may lose: the result costs at most what the best allocation costs within
+W - n * step, n being the number of layers left in 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torch_cgx.adaptive.budget import Budget
+from torch_cgx.adaptive.layers import Candidate, LayerStats
+from torch_cgx.adaptive.policies.greedy import Choice, Problem, relax, spend
+
+__all__ = ["STEPS", "allocate"]
+
+STEPS = 8192
+_MOST_STATES = 1 << 25  # bytes of memory: layers times steps
+_GOOD_ENOUGH = 1e-5  # of the cost: an allocation so near to the bound is not improved
+
+
+def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
+    """Within the limit where any allocation is, else as near to it as there is."""
+    if not layers:
+        return []
+    problem = Problem.of(layers, budget)
+    relaxed = relax(problem)
+    uniform = budget.reference(layers)
+    choice = spend(problem, relaxed.choice)
+    if budget.better(uniform, _candidates(layers, choice), layers):
+        choice = np.array([layer.candidates.index(each) for layer, each in zip(layers, uniform, strict=True)])
+    cost = problem.cost(choice)
+    if np.isfinite(relaxed.price) and cost - relaxed.bound > _GOOD_ENOUGH * cost:
+        improved = _improve(problem, choice, relaxed.price, relaxed.bound)
+        if problem.cost(improved) < cost:
+            choice = improved
+    return _candidates(layers, choice)
+
+
+def _candidates(layers: Sequence[LayerStats], choice: Choice) -> list[Candidate]:
+    return [layer.candidates[number] for layer, number in zip(layers, choice.tolist(), strict=True)]
+
+
+def _improve(problem: Problem, choice: Choice, price: float, bound: float) -> Choice:
+    """Steps 2 and 3."""
+    cost = problem.cost(choice)
+    with np.errstate(invalid="ignore"):
+        total = problem.costs + price * problem.weights
+    total[~np.isfinite(problem.costs)] = np.inf
+    possible = bound + (total - total.min(1, keepdims=True)) <= cost * (1 + 1e-9)
+    choice = np.where(possible.sum(1) == 1, possible.argmax(1), choice)
+    free = np.flatnonzero(possible.sum(1) > 1)
+    if not len(free):
+        return choice
+    settled = np.setdiff1d(np.arange(len(choice)), free)
+    limit = problem.limit - float(problem.weights[settled, choice[settled]].sum())
+    weights = np.where(possible[free], problem.weights[free], np.inf)
+    least = weights.min(1)
+    room = limit - float(least.sum())
+    if room < 0:
+        return choice
+    steps = min(STEPS, _MOST_STATES // len(free))
+    found = _fill(np.where(possible[free], problem.costs[free], np.inf), weights - least[:, None], room, steps)
+    choice = choice.copy()
+    choice[free] = found
+    return choice
+
+
+def _fill(costs: np.ndarray, weights: np.ndarray, room: float, steps: int) -> Choice:
+    """Step 3: which candidate of each layer."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        units = np.where(weights > 0, np.ceil(weights / (room / steps) if room > 0 else np.inf), 0.0)
+    best = np.zeros(steps + 1)  # the least cost of the layers so far, with at most so many steps
+    taken = np.zeros((len(costs), steps + 1), dtype=np.uint8)
+    for layer in range(len(costs)):
+        least = np.full(steps + 1, np.inf)
+        for number in np.flatnonzero(units[layer] <= steps).tolist():
+            start = int(units[layer, number])
+            tried = best[: steps + 1 - start] + costs[layer, number]
+            less = tried < least[start:]
+            np.copyto(least[start:], tried, where=less)
+            taken[layer, start:][less] = number
+        best = least
+    choice = np.zeros(len(costs), dtype=np.int64)
+    left = steps
+    for layer in range(len(costs) - 1, -1, -1):
+        choice[layer] = taken[layer, left]
+        left -= int(units[layer, choice[layer]])
+    return choice
