@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import torch_cgx  # also sets RANK and WORLD_SIZE under mpirun
-from torch_cgx import CGXState, cgx_hook
+from torch_cgx import AdaptiveBits, CGXState, cgx_hook
 
 
 def flags(doc: str | None, *, epochs: int, batch: int, lr: float) -> argparse.ArgumentParser:
@@ -30,6 +30,9 @@ def flags(doc: str | None, *, epochs: int, batch: int, lr: float) -> argparse.Ar
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--backend", choices=("gloo", "nccl", "cgx"), default="cgx")
     parser.add_argument("--bits", type=int, choices=(*range(1, 9), 32), default=4, help="32: exact, without the hook")
+    parser.add_argument(
+        "--adaptive", action="store_true", help="bits layer by layer, with no more error than --bits everywhere"
+    )
     parser.add_argument("--bucket-size", type=int, default=1024, help="how many values share one min and unit")
     parser.add_argument("--layer-min-size", type=int, default=1024, help="layers with fewer values travel exactly")
     parser.add_argument("--error-feedback", action="store_true", help="send later what rounding lost; use below 4 bits")
@@ -75,6 +78,7 @@ def distribute(
         compression_params={"bits": options.bits, "bucket_size": options.bucket_size},
         overrides=overrides,
         error_feedback=options.error_feedback,
+        adaptive=AdaptiveBits() if options.adaptive else None,
     )
     ddp.register_comm_hook(state, cgx_hook)
     return ddp, state

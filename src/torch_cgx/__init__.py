@@ -22,10 +22,12 @@ from torch_cgx.errors import (
 from torch_cgx.version import __version__
 
 if TYPE_CHECKING:
+    from torch_cgx.adaptive import AdaptiveBits
     from torch_cgx.backend import ProcessGroupCGX
     from torch_cgx.hooks import CGXState, cgx_hook
 
 __all__ = [
+    "AdaptiveBits",
     "CGXError",
     "CGXState",
     "CGXTimeoutError",
@@ -55,6 +57,10 @@ def __getattr__(name: str) -> Any:
         from torch_cgx import hooks
 
         return getattr(hooks, name)
+    if name == "AdaptiveBits":
+        from torch_cgx.adaptive import AdaptiveBits
+
+        return AdaptiveBits
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -165,9 +165,9 @@ def test_a_state_dict_holds_plain_types_and_tensors_and_comes_back() -> None:
 
 
 def test_loading_refuses_what_is_no_state_of_this_version() -> None:
-    with pytest.raises(ValueError, match="expected version 1, got None"):
+    with pytest.raises(ValueError, match="expected version 1 to 2, got None"):
         CGXState().load_state_dict({})
-    with pytest.raises(ValueError, match="expected version 1, got 99"):
+    with pytest.raises(ValueError, match="expected version 1 to 2, got 99"):
         CGXState().load_state_dict({**CGXState().state_dict(), "version": 99})
 
 

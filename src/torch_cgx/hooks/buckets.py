@@ -31,6 +31,7 @@ class KnownLayer:
     start: int  # in its grad bucket
     numel: int
     compression: Compression
+    is_free: bool = False  # bits are not what somebody asked for, so they may be chosen
     relative_error: float | None = None
     nonfinite_step: int | None = None
     nonfinite_here: int | None = None
@@ -89,6 +90,10 @@ class KnownBucket:
     _ranges: list[slice] = field(init=False)  # these
 
     def __post_init__(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The layers' compressions have been set."""
         self.measured = all(each.relative_error is not None for each in self.layers if self.quantizer(each).bits != 32)
         self.watching = any(each.is_unexplained for each in self.layers)
         self.wire_layers = _joined([Layer(each.numel, self.quantizer(each)) for each in self.layers])
@@ -98,6 +103,11 @@ class KnownBucket:
     @property
     def is_compressed(self) -> bool:
         return any(layer.quantizer.bits != 32 for layer in self.wire_layers)
+
+    @property
+    def free_layers(self) -> list[KnownLayer]:
+        """Those whose bits may be chosen."""
+        return [layer for layer in self.layers if layer.is_free] if self.compressible else []
 
     def quantizer(self, layer: KnownLayer) -> MaxMin | Identity:
         bits, block = layer.compression.bits, layer.compression.block

@@ -27,11 +27,19 @@ class Choices:
         self._layer_min_numel = layer_min_numel
         self._overrides = dict(overrides)
 
+    @property
+    def default(self) -> Compression:
+        return self._default
+
     def of(self, names: Sequence[str], shape: Sequence[int], numel: int) -> Compression:
         """Of a parameter that has these names: several, where modules share it."""
+        return self.asked(names, shape, numel) or self._default
+
+    def asked(self, names: Sequence[str], shape: Sequence[int], numel: int) -> Compression | None:
+        """What its shape or an override asks for; None: nothing but the default."""
         if len(shape) <= 1 or numel < self._layer_min_numel:
             return _EXACT
-        chosen = self._default
+        chosen = None
         for pattern, override in self._overrides.items():  # of several that match, the last
             if any(fnmatchcase(name, pattern) for name in names):
                 chosen = override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class Report:
     step: int  # how many have been made
     measured_step: int | None
     layers: Sequence[LayerReport]
+    choices: Sequence[Mapping[str, Any]] = ()  # of bits: step, reason, and by layer name [bits, bucket size]
 
     @property
     def bytes_exact(self) -> int:
@@ -59,6 +60,7 @@ class Report:
                 layer.name: {key: value for key, value in asdict(layer).items() if key != "name"}
                 for layer in self.layers
             },
+            "choices": list(self.choices),
         }
 
     def __str__(self) -> str:
@@ -75,6 +77,8 @@ class Report:
             ).rstrip()
             for row in rows
         ]
+        if self.choices:
+            lines.append(f"bits since step {self.choices[-1]['step']}: {self.choices[-1]['reason']}")
         return "\n".join([*lines, *self._troubles()])
 
     def _troubles(self) -> list[str]:

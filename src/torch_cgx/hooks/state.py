@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_cgx import defaults
+from torch_cgx.adaptive.options import AdaptiveBits
 from torch_cgx.backend import ProcessGroupCGX
 from torch_cgx.config import Compression
+from torch_cgx.hooks.adaptation import Adaptation
 from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
 from torch_cgx.hooks.choices import Choices, read_compression
 from torch_cgx.hooks.groups import cgx_group_of
@@ -25,7 +27,7 @@ from torch_cgx.hooks.residuals import Residuals, add_residual
 __all__ = ["CGXState"]
 
 _DEFAULT = Compression(bits=4, block=1024)
-_VERSION = 1  # of what state_dict returns
+_VERSION = 2  # of what state_dict returns; 1 had nothing adaptive
 
 
 class CGXState:
@@ -41,6 +43,8 @@ class CGXState:
     `error_feedback`: add what compression lost of a gradient to the next one.
     `grad_scaler`: the GradScaler of the training, if any; error feedback follows its changing scale.
     `start_step`: exact until so many steps have been made.
+    `adaptive`: "auto" or an `AdaptiveBits`: layers without an override get the bits that their gradients and the
+    network call for, chosen anew while training; `compression_params` are the reference.
     `measure_every`: at every so many steps, `report` gets the relative errors anew.
 
     All ranks must make their states alike.
@@ -56,6 +60,7 @@ class CGXState:
         stochastic: bool | None = None,
         error_feedback: bool = False,
         start_step: int = 0,
+        adaptive: AdaptiveBits | Literal["auto"] | None = None,
         grad_scaler: Any = None,
         measure_every: int = 100,
         model: nn.Module | None = None,
@@ -66,6 +71,7 @@ class CGXState:
             raise ValueError(f"measure_every: expected 1 or more, got {measure_every}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler: expected a GradScaler, got {type(grad_scaler).__name__}")
+        chooses = AdaptiveBits.of(adaptive)
         settings = {
             "layer_min_size": layer_min_size,
             "compression_params": {} if compression_params is None else compression_params,
@@ -73,6 +79,7 @@ class CGXState:
             "stochastic": stochastic,
             "error_feedback": error_feedback,
             "start_step": start_step,
+            "adaptive": None if chooses is None else chooses.as_dict(),
         }
         self._begin(settings, process_group, grad_scaler, measure_every)
         if model is not None:
@@ -117,6 +124,8 @@ class CGXState:
             self._names.setdefault(id(parameter), []).append(name)
         self._numels = {name: parameter.numel() for name, parameter in named.items()}
         self._drop_residuals_of_others()
+        if self._adaptation is not None:
+            self._adaptation.forget_layers()
         self._buckets.clear()
         self._layers.clear()
 
@@ -134,6 +143,8 @@ class CGXState:
             choices.check_patterns(list(self._numels))
         self._choices = choices
         self._settings: dict[str, Any] = copy.deepcopy(dict(settings))
+        options = AdaptiveBits.of(settings["adaptive"])
+        self._adaptation = None if options is None else Adaptation(options, default, settings["start_step"])
 
     # ---- reducing ----
 
@@ -157,6 +168,8 @@ class CGXState:
         """What `cgx_hook` returns to DDP."""
         buffer = bucket.buffer()
         group = self.group
+        if self._adaptation is not None and bucket.index() == 0 and self._adaptation.begin_step(self._step, group):
+            self._refresh()
         known = self._known(bucket, group)
         if bucket.index() == 0 and self._settings["error_feedback"]:
             self._residuals.rescale(1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()))
@@ -171,6 +184,8 @@ class CGXState:
         looking = known.watching or measuring
         if looking:
             known.look_at_own(buffer, step)
+        if self._adaptation is not None:
+            self._adaptation.look_at(step, known, list(self._buckets.values()), buffer)
         compressing = known.is_compressed and step >= self._settings["start_step"] and not defaults.is_uncompressed()
         layers, residual, lost = known.exact_layers, None, None
         if compressing:
@@ -210,10 +225,10 @@ class CGXState:
             names = self._names.get(id(parameter), [])
             name = names[0] if names else f"grad bucket {bucket.index()}, layer {number}"
             numel = parameter.numel()
-            compression = self._choices.of(names, parameter.shape, numel)
+            asked = self._choices.asked(names, parameter.shape, numel)
             if numel < group.settings.minimal_numel:
-                compression = Compression(bits=32)
-            layer = KnownLayer(name, parameter, start, numel, compression)
+                asked = Compression(bits=32)
+            layer = KnownLayer(name, parameter, start, numel, asked or self._chosen(name), is_free=asked is None)
             before = self._layers.get(id(parameter))
             if before is not None and before.parameter is parameter:
                 layer.take_over(before)
@@ -221,12 +236,28 @@ class CGXState:
             layers.append(layer)
             start += numel
         known = KnownBucket(dtype, layers, group.can_compress(bucket.buffer()), group.settings.skip_incomplete)
-        if self._settings["error_feedback"] and known.is_compressed:
-            known.residual = self._residuals.lay_out(parameters, [self._name_of(id(each)) for each in parameters])
-        else:
+        self._lay_out_residual(known)
+        if known.residual is None:
             self._residuals.forget(parameters)
         self._buckets[bucket.index()] = known
         return known
+
+    def _chosen(self, name: str) -> Compression:
+        """Of a layer that nobody asks other bits for."""
+        return self._choices.default if self._adaptation is None else self._adaptation.compression(name, self._step)
+
+    def _refresh(self) -> None:
+        """Other bits have been chosen."""
+        for known in self._buckets.values():
+            for layer in known.free_layers:
+                layer.compression = self._chosen(layer.name)
+            known.refresh()
+            self._lay_out_residual(known)
+
+    def _lay_out_residual(self, known: KnownBucket) -> None:
+        if self._settings["error_feedback"] and known.is_compressed and known.residual is None:
+            parameters = [layer.parameter for layer in known.layers]
+            known.residual = self._residuals.lay_out(parameters, [self._name_of(id(each)) for each in parameters])
 
     # ---- reports ----
 
@@ -235,7 +266,9 @@ class CGXState:
         layers = [layer for _, known in sorted(self._buckets.items()) for layer in known.reports()]
         order = {name: number for number, name in enumerate(self._numels)}
         layers.sort(key=lambda layer: order.get(layer.name, len(order)))
-        return Report(dist.get_rank() if dist.is_initialized() else 0, self._step, self._measured_step, layers)
+        choices = [] if self._adaptation is None else self._adaptation.choices
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return Report(rank, self._step, self._measured_step, layers, [choice.as_dict() for choice in choices])
 
     def log_to(self, summary_writer: Any, step: int | None = None) -> None:
         """Write the report's numbers to a TensorBoard SummaryWriter, or what has its add_scalar."""
@@ -265,12 +298,20 @@ class CGXState:
             "world": dist.get_world_size(self.process_group) if dist.is_initialized() else 1,
             "residuals": residuals,
             "residual_scale": self._residuals.scale,
+            "adaptive": None if self._adaptation is None else self._adaptation.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from there. What does not fit this rank and this number of ranks is dropped, with a warning."""
+        if saved.get("version") == 1:
+            saved = {
+                **saved,
+                "version": _VERSION,
+                "settings": {**saved["settings"], "adaptive": None},
+                "adaptive": None,
+            }
         if saved.get("version") != _VERSION:
-            raise ValueError(f"state_dict: expected version {_VERSION}, got {saved.get('version')!r}")
+            raise ValueError(f"state_dict: expected version 1 to {_VERSION}, got {saved.get('version')!r}")
         if saved["settings"].keys() != self._settings.keys():
             raise ValueError(f"state_dict: expected settings {list(self._settings)}, got {list(saved['settings'])}")
         changed = [name for name, value in saved["settings"].items() if value != self._settings[name]]
@@ -279,6 +320,7 @@ class CGXState:
             warnings.warn(f"settings are now those of the checkpoint: {told}", stacklevel=2)
         self._choose(saved["settings"])
         self._step = int(saved["step"])
+        self._load_adaptation(saved["adaptive"])
         self._buckets.clear()
         residuals = dict(saved["residuals"])
         rank, world = (
@@ -315,7 +357,12 @@ class CGXState:
         """On the default group, without names until `attach`; a GradScaler has to be given again."""
         self._begin(kept["state"]["settings"], None, None, kept["measure_every"])
         self._step = int(kept["state"]["step"])
+        self._load_adaptation(kept["state"]["adaptive"])
         self._residuals.put(kept["state"]["residuals"], float(kept["state"]["residual_scale"]))
+
+    def _load_adaptation(self, saved: Mapping[str, Any] | None) -> None:
+        if self._adaptation is not None and saved is not None:
+            self._adaptation.load_state_dict(saved, self._step)
 
 
 def _only(future: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -1,0 +1,94 @@
+"""`AdaptiveBits`: how a state chooses bits by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from torch_cgx.adaptive.budget import Budget
+from torch_cgx.adaptive.policies import POLICIES
+from torch_cgx.config import Compression
+
+__all__ = ["AUTO", "AdaptiveBits"]
+
+AUTO: Final = "auto"
+# Smaller blocks cost more bytes for their headers and have less error: a search among both finds what suits a layer. A
+# width goes with them as long as the next one would not be the better use of the same bytes.
+_SMALLER_BLOCKS = (256, 128)
+_WIDEST_IN_SMALLER = 6
+_BLOCK_OF_ONE_BIT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveBits:
+    """Every `period` steps, new bits for every layer that compresses by default (those with an override keep theirs).
+
+    `policy`: a name from `torch_cgx.adaptive.policies`.
+    `bits_range`: the fewest and the most bits of a layer.
+    `period`, `warmup`: steps from choice to choice, and until the first; before it all layers have the reference, which
+    is the state's `compression_params` (4 bits, bucket size 1024 where nothing is said).
+    `least`: "bytes", the fewest with no more error than the reference has; or "error", the least in no more bytes.
+    `alpha`: that limit, in terms of the reference's.
+    `layer_alpha`: the most error that a single layer may have, in terms of its own at the reference; None: any. Without
+    it, all error goes to layers with small gradients, which Adam and its kin enlarge again.
+    `target_step_time`: in seconds: as many bits as let a step take no longer. "auto": no longer than with the
+    reference, so that bits that cost no time are not saved, and exact where compression does not pay. None: time does
+    not matter. What a step takes is measured while the first steps are made.
+    """
+
+    policy: str = "dynamic_programming"
+    bits_range: tuple[int, int] = (2, 8)
+    period: int = 256
+    warmup: int = 64
+    alpha: float = 1.0
+    least: Literal["bytes", "error"] = "bytes"
+    layer_alpha: float | None = 4.0
+    target_step_time: float | Literal["auto"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy: expected one of {', '.join(POLICIES)}; got {self.policy!r}")
+        low, high = self.bits_range
+        if not (isinstance(low, int) and isinstance(high, int) and 1 <= low <= high <= 8):
+            raise ValueError(f"bits_range: expected two widths from 1 to 8, the lower first, got {self.bits_range}")
+        if self.period < 1:
+            raise ValueError(f"period: expected 1 step or more, got {self.period}")
+        if self.warmup < 1:
+            raise ValueError(f"warmup: expected 1 step or more, got {self.warmup}")
+        if self.layer_alpha is not None and not self.layer_alpha >= 1:
+            raise ValueError(f"layer_alpha: expected 1 or more, or None, got {self.layer_alpha}")
+        target = self.target_step_time
+        if target is not None and target != AUTO and (isinstance(target, str) or not target > 0):
+            raise ValueError(f'target_step_time: expected seconds, "auto" or None, got {target!r}')
+        self.budget(Compression(4, 1024))  # checks the rest
+
+    @classmethod
+    def of(cls, given: AdaptiveBits | str | Mapping[str, Any] | None) -> AdaptiveBits | None:
+        """What a user gives to a state, or a checkpoint has."""
+        if given is None or isinstance(given, AdaptiveBits):
+            return given
+        if given == AUTO:
+            return cls(target_step_time=AUTO)
+        if isinstance(given, Mapping):
+            return cls(**{**given, "bits_range": tuple(given["bits_range"])})
+        raise ValueError(f'adaptive: expected "auto", an AdaptiveBits or None, got {given!r}')
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def budget(self, reference: Compression) -> Budget:
+        return Budget(self.least, reference.bits, reference.block, self.alpha)
+
+    def candidates(self, reference: Compression) -> tuple[Compression, ...]:
+        """What a layer may be sent with, the reference first."""
+        low, high = self.bits_range
+        found = {reference: None}
+        for bits in range(low, high + 1):
+            blocks = [reference.block]
+            if bits <= _WIDEST_IN_SMALLER:
+                blocks += [block for block in _SMALLER_BLOCKS if block < reference.block]
+            if bits == 1 and reference.block > _BLOCK_OF_ONE_BIT:
+                blocks.append(_BLOCK_OF_ONE_BIT)
+            found |= {Compression(bits, block): None for block in blocks}
+        return tuple(found)
