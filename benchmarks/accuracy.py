@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py --data ../shared/data
 
 Runs examples/cifar_train.py (the small ResNet) and examples/gpt_train.py with each seed exactly, at 4 bits (the GPT
-also with its embeddings at 8), and at 2 bits with and without error feedback. Runs of one seed have the same weights at
+also with its embeddings at 8), with adaptive bits, and at 2 bits with and without error feedback. Runs of one seed have the same weights at
 the start, the same data in the same order, and differ in compression alone, so differences are taken seed by seed.
 Prints a table in markdown: mean, mean difference to exact, and its 95 % confidence interval (Student's t, n - 1 degrees
 of freedom).
@@ -37,11 +37,12 @@ EXACT = "exact"
 SETTINGS: dict[str, list[str]] = {
     EXACT: ["--bits", "32"],
     "4 bits": ["--bits", "4", "--bucket-size", "1024"],
+    "adaptive": ["--bits", "4", "--bucket-size", "1024", "--adaptive"],
     "4 bits, embeddings 8": ["--bits", "4", "--bucket-size", "1024", "--embedding-bits", "8"],
     "2 bits, error feedback": ["--bits", "2", "--bucket-size", "1024", "--error-feedback"],
     "2 bits": ["--bits", "2", "--bucket-size", "1024"],
 }
-GOAL = "4 bits"
+GOALS = ("4 bits", "adaptive", "4 bits, embeddings 8")
 WITH_EMBEDDINGS = "4 bits, embeddings 8"  # for models that have some
 
 
@@ -124,7 +125,7 @@ def main() -> int:
         store(runs, options.json)
     print(table(runs, tasks, options.seeds))
     for name, task in tasks.items():
-        for setting in [setting for setting in task.settings if setting.startswith(GOAL)]:
+        for setting in [setting for setting in task.settings if setting in GOALS]:
             print(verdict(f"{name} at {setting}", task, differences(runs, name, setting, options.seeds)))
     return 0
 

@@ -43,7 +43,7 @@ class AdaptiveBits:
     warmup: int = 64
     alpha: float = 1.0
     least: Literal["bytes", "error"] = "bytes"
-    layer_alpha: float | None = 4.0
+    layer_alpha: float | None = 2.0
     target_step_time: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
