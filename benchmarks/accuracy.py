@@ -3,8 +3,9 @@
     python benchmarks/accuracy.py --data ../shared/data
 
 Runs examples/cifar_train.py (the small ResNet) and examples/gpt_train.py with each seed exactly, at 4 bits (the GPT
-also with its embeddings at 8), with adaptive bits, and at 2 bits with and without error feedback. Runs of one seed have the same weights at
-the start, the same data in the same order, and differ in compression alone, so differences are taken seed by seed.
+also with its embeddings at 8), with adaptive bits, and at 2 bits with and without error feedback. Runs of one
+seed have the same weights at the start, the same data in the same order, and differ in compression alone, so
+differences are taken seed by seed.
 Prints a table in markdown: mean, mean difference to exact, and its 95 % confidence interval (Student's t, n - 1 degrees
 of freedom).
 

@@ -30,8 +30,9 @@ class AdaptiveBits:
     is the state's `compression_params` (4 bits, bucket size 1024 where nothing is said).
     `least`: "bytes", the fewest with no more error than the reference has; or "error", the least in no more bytes.
     `alpha`: that limit, in terms of the reference's.
-    `layer_alpha`: the most error that a single layer may have, in terms of its own at the reference; None: any. Without
-    it, all error goes to layers with small gradients, which Adam and its kin enlarge again.
+    `layer_alpha`: the most squared error that a single layer may have, in terms of its own at the reference (2.25: 1.5
+    times the distance); None: any. Without it, error goes to layers with small gradients, which Adam and its kin enlarge
+    again.
     `target_step_time`: in seconds: as many bits as let a step take no longer. "auto": no longer than with the
     reference, so that bits that cost no time are not saved, and exact where compression does not pay. None: time does
     not matter. What a step takes is measured while the first steps are made.
@@ -43,7 +44,7 @@ class AdaptiveBits:
     warmup: int = 64
     alpha: float = 1.0
     least: Literal["bytes", "error"] = "bytes"
-    layer_alpha: float | None = 2.0
+    layer_alpha: float | None = 2.25
     target_step_time: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
