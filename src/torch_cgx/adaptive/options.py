@@ -31,8 +31,8 @@ class AdaptiveBits:
     `least`: "bytes", the fewest with no more error than the reference has; or "error", the least in no more bytes.
     `alpha`: that limit, in terms of the reference's.
     `layer_alpha`: the most squared error that a single layer may have, in terms of its own at the reference (2.25: 1.5
-    times the distance); None: any. Without it, error goes to layers with small gradients, which Adam and its kin enlarge
-    again.
+    times the distance); None: any. Without it, error goes to layers with small gradients, which Adam and its kin
+    enlarge again.
     `target_step_time`: in seconds: as many bits as let a step take no longer. "auto": no longer than with the
     reference, so that bits that cost no time are not saved, and exact where compression does not pay. None: time does
     not matter. What a step takes is measured while the first steps are made.
