@@ -11,11 +11,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torch_cgx import CGXState, cgx_hook
+from torch_cgx import AdaptiveBits, CGXState, cgx_hook
 
 __all__ = ["CGXStrategy"]
 
@@ -62,6 +62,7 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
         stochastic: bool | None = None,
         error_feedback: bool = False,
         start_step: int = 0,
+        adaptive: AdaptiveBits | Literal["auto"] | None = None,
         measure_every: int = 100,
         process_group_backend: str = "cgx",
         **ddp: Any,
@@ -77,6 +78,7 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
             "stochastic": stochastic,
             "error_feedback": error_feedback,
             "start_step": start_step,
+            "adaptive": adaptive,
             "measure_every": measure_every,
         }
 

@@ -11,13 +11,13 @@ import importlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_cgx import CGXState, cgx_hook
+from torch_cgx import AdaptiveBits, CGXState, cgx_hook
 
 __all__ = ["CGXCallback"]
 
@@ -44,6 +44,7 @@ class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         stochastic: bool | None = None,
         error_feedback: bool = False,
         start_step: int = 0,
+        adaptive: AdaptiveBits | Literal["auto"] | None = None,
         measure_every: int = 100,
     ) -> None:
         self.cgx_state: CGXState | None = None
@@ -56,6 +57,7 @@ class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             "stochastic": stochastic,
             "error_feedback": error_feedback,
             "start_step": start_step,
+            "adaptive": adaptive,
             "measure_every": measure_every,
         }
 
