@@ -63,7 +63,7 @@ bench: $(STAMP)
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --simd all --json $(RESULTS)/kernels-all-levels.json
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --threads 1,2 --json $(RESULTS)/kernels-threads.json
 
-# What is in its JSON file already is not run again: remove that file to begin anew, which takes 45 minutes on two cores.
+# What is in its JSON file already is not run again: remove that file to begin anew, which takes an hour on two cores.
 accuracy: $(STAMP)
 	$(BIN)/python benchmarks/accuracy.py --data $(ACCURACY_DATA) --json $(RESULTS)/accuracy.json
 
