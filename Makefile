@@ -82,10 +82,11 @@ $(STAMP): $(SOURCES)
 	@sh .ci/system-packages "$(PYTHON)"
 	@echo "Installing torch, the tools and this package into $(VENV); the first time takes some minutes."
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@sh .ci/uv-install $(BIN)/python "$(TORCH)" cmake ninja --requirements pyproject.toml --extra dev || true
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "scikit-build-core>=1.0" cmake ninja
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--config-settings=build-dir=build/pip ".[dev]"
-	test -x $(VENV)/mpich/bin/mpiexec || \
+	test -x $(VENV)/mpich/bin/mpiexec || sh .ci/uv-install $(BIN)/python --prefix $(VENV)/mpich mpich || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefix $(VENV)/mpich mpich
 	touch $@
 
