@@ -13,6 +13,8 @@ import torch
 
 from distributed.harness import Rank, observe_ranks, run_ranks
 
+pytestmark = pytest.mark.alone
+
 
 def who_am_i(me: Rank, base: int) -> tuple[int, int, str, torch.Tensor]:
     return base + me.rank, me.world, os.environ["GREETING"], torch.full((2,), float(me.rank))
