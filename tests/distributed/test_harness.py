@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from distributed.harness import Rank, observe_ranks, run_ranks
+from distributed.harness import Rank, left_in_shared_memory, observe_ranks, run_ranks, shared_memory_names
 
 pytestmark = pytest.mark.alone
 
@@ -74,3 +75,19 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_what_is_left_in_shared_memory_is_found_unless_somebody_else_holds_it() -> None:
+    before = shared_memory_names()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="left-") as file:
+        name = Path(file.name).name
+        assert left_in_shared_memory(before, patience_s=0.0) == {name}
+        strange = {variable: value for variable, value in os.environ.items() if variable != "TEST_SESSION"}
+        for environ, left in ((dict(os.environ), {name}), (strange, set())):
+            holder = subprocess.Popen(["sleep", "100"], env=environ, stdin=file)
+            try:
+                assert left_in_shared_memory(before, patience_s=0.0) == left
+            finally:
+                holder.kill()
+                holder.wait()
+    assert not left_in_shared_memory(before)
