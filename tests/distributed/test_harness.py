@@ -44,7 +44,8 @@ def fail_in_a_way(me: Rank, how: str) -> None:
     [("raise", 1), ("crash", -signal.SIGSEGV), ("hang", -signal.SIGKILL), ("stop", -signal.SIGKILL)],
 )
 def test_a_rank_that_fails_is_told_apart(how: str, exit_code: int) -> None:
-    well, failed = observe_ranks(fail_in_a_way, 2, None, how, timeout_s=1.5)
+    timeout_s = 4.0 if how in ("hang", "stop") else 60.0
+    well, failed = observe_ranks(fail_in_a_way, 2, None, how, timeout_s=timeout_s)
     assert well.ok
     assert not failed.ok
     assert failed.exit_code == exit_code
@@ -55,7 +56,7 @@ def test_a_rank_that_fails_is_told_apart(how: str, exit_code: int) -> None:
         assert "fail_in_a_way" in failed.log  # its stack
     if how == "raise":
         with pytest.raises(AssertionError, match="rank 1: FAILED"):
-            run_ranks(fail_in_a_way, 2, None, how, timeout_s=1.5)
+            run_ranks(fail_in_a_way, 2, None, how, timeout_s=timeout_s)
 
 
 def leave_a_child(me: Rank) -> int:
