@@ -20,8 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FFCV := $(VENV)/.ffcv-installed
-# Tests that run side by side; first those that bear it, then, one by one, those marked `alone`. A worker more than
-# there are cores, because many tests wait for something.
+# Tests that run side by side; first those that bear it, then, one by one, those marked `alone`.
 WORKERS ?= 3
 # Exit code 5: of PYTEST_ARGS' tests, none is there.
 PYTEST = pytest_in() { timeout --foreground --kill-after=30 $(TEST_LIMIT_S) $(BIN)/python -m pytest "$$@" || test $$? = 5; }; pytest_in
@@ -79,8 +78,8 @@ native: $(STAMP)
 
 install: $(STAMP)
 
-# A folder in SOURCES is newer when a file was added to it or removed. uv fetches nearly everything in a tenth of pip's
-# time, and pip the rest: all of it where uv cannot be had. pip always packs our files anew, but compiles only what
+# A folder in SOURCES is newer when a file was added to it or removed. uv fetches nearly everything, faster
+# than pip, and pip the rest: all of it where uv cannot be had. pip always packs our files anew, but compiles only what
 # has changed, because build/pip stays. MPICH brings an mpirun too, so it gets a folder of its own.
 $(STAMP): $(SOURCES)
 	@sh .ci/system-packages "$(PYTHON)"
