@@ -20,7 +20,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FFCV := $(VENV)/.ffcv-installed
-# Exit code 5: of PYTEST_ARGS' tests, none is there. Unit tests may run side by side; ranks of the others need the cores.
+# Tests that run side by side; first those that bear it, then, one by one, those marked `alone`.
+WORKERS ?= 3
+# Exit code 5: of PYTEST_ARGS' tests, none is there.
 PYTEST = pytest_in() { timeout --foreground --kill-after=30 $(TEST_LIMIT_S) $(BIN)/python -m pytest "$$@" || test $$? = 5; }; pytest_in
 RESULTS := benchmarks/results
 BENCH := $(BIN)/cgx bench allreduce --against gloo --bucket-size 1024
@@ -35,8 +37,8 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint $(FFCV)
-	$(PYTEST) -n 2 tests/unit $(PYTEST_ARGS)
-	$(PYTEST) tests/distributed $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadgroup --only together tests/distributed tests/unit $(PYTEST_ARGS)
+	$(PYTEST) --only alone tests $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -76,16 +78,18 @@ native: $(STAMP)
 
 install: $(STAMP)
 
-# A folder in SOURCES is newer when a file was added to it or removed. pip always packs our files anew, but compiles
-# only what has changed, because build/pip stays. MPICH brings an mpirun too, so it gets a folder of its own.
+# A folder in SOURCES is newer when a file was added to it or removed. uv fetches nearly everything, faster
+# than pip, and pip the rest: all of it where uv cannot be had. pip always packs our files anew, but compiles only what
+# has changed, because build/pip stays. MPICH brings an mpirun too, so it gets a folder of its own.
 $(STAMP): $(SOURCES)
 	@sh .ci/system-packages "$(PYTHON)"
 	@echo "Installing torch, the tools and this package into $(VENV); the first time takes some minutes."
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@sh .ci/uv-install $(BIN)/python "$(TORCH)" cmake ninja --requirements pyproject.toml --extra dev || true
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "scikit-build-core>=1.0" cmake ninja
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--config-settings=build-dir=build/pip ".[dev]"
-	test -x $(VENV)/mpich/bin/mpiexec || \
+	test -x $(VENV)/mpich/bin/mpiexec || sh .ci/uv-install $(BIN)/python --prefix $(VENV)/mpich mpich || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefix $(VENV)/mpich mpich
 	touch $@
 

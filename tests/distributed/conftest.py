@@ -36,7 +36,7 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
 def nothing_left_in_shared_memory() -> Iterator[None]:
     before = harness.shared_memory_names()
     yield
-    left = harness.shared_memory_names(before) - before
+    left = harness.left_in_shared_memory(before)
     assert not left, f"left in /dev/shm: {sorted(left)}"
 
 

@@ -9,6 +9,7 @@ A test function stands at module level, takes a `Rank` first, and returns someth
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import multiprocessing
 import os
@@ -16,15 +17,24 @@ import pickle
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from distributed.nursery import Job, Outcome, Rank
 from torch_cgx.cli.hosts import Node
 
-__all__ = ["Outcome", "Rank", "close", "nursery_started_by", "observe_ranks", "run_ranks", "shared_memory_names"]
+__all__ = [
+    "Outcome",
+    "Rank",
+    "close",
+    "left_in_shared_memory",
+    "nursery_started_by",
+    "observe_ranks",
+    "run_ranks",
+    "shared_memory_names",
+]
 
 TESTS = Path(__file__).resolve().parent.parent
 START = """
@@ -35,6 +45,10 @@ sys.exit(main(int(sys.argv[2])))
 """
 ANSWER_MARGIN_S = 60.0  # importing torch on a loaded machine, forking, killing
 TRACE_LINES = 60
+SHARED_MEMORY = "/dev/shm/"
+# What tells the processes that this session started, however they were, from all others.
+SESSION = f"TEST_SESSION={uuid.uuid4()}".encode()
+os.environ.update([SESSION.decode().split("=")])
 
 
 class Nursery:
@@ -81,7 +95,7 @@ def close() -> None:
         _nursery = None
 
 
-@contextmanager
+@contextlib.contextmanager
 def nursery_started_by(command: Sequence[str]) -> Iterator[None]:
     """Meanwhile ranks are forked by another nursery, which this command starts: in a namespace, say."""
     global _nursery
@@ -98,8 +112,8 @@ def observe_ranks(
     world: int,
     backend: str | None,
     *arguments: Any,
-    timeout_s: float = 30.0,
-    group_timeout_s: float = 20.0,
+    timeout_s: float = 90.0,
+    group_timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     rank_env: Mapping[int, Mapping[str, str]] | None = None,
     destroy: bool = True,
@@ -167,14 +181,36 @@ def describe(outcomes: list[Outcome]) -> str:
     return "\n".join(["not every rank did well", *lines])
 
 
-def shared_memory_names(known: frozenset[str] | None = None, patience_s: float = 1.0) -> frozenset[str]:
-    """What lies in /dev/shm. Given what was `known` before, waits a little for anything new to vanish."""
+def shared_memory_names() -> frozenset[str]:
+    return frozenset(os.listdir(SHARED_MEMORY))
+
+
+def left_in_shared_memory(before: frozenset[str], patience_s: float = 1.0) -> frozenset[str]:
+    """What lies in /dev/shm now and did not `before`, does not vanish within a while, and is not somebody else's."""
     deadline = time.monotonic() + patience_s
     while True:
-        names = frozenset(os.listdir("/dev/shm"))
-        if known is None or names <= known or time.monotonic() > deadline:
-            return names
+        left = shared_memory_names() - before
+        left = left and left - _held_by_others()
+        if not left or time.monotonic() > deadline:
+            return left
         time.sleep(0.02)
+
+
+def _held_by_others() -> set[str]:
+    """Files of shared memory that processes have open which this session has not started: a test beside it, say."""
+    held: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # One that has just ended, or is another user's, says nothing.
+        with contextlib.suppress(OSError):
+            if int(process.name) == os.getpid() or SESSION in (process / "environ").read_bytes().split(b"\0"):
+                continue
+            held.update(line.partition(SHARED_MEMORY)[2] for line in (process / "maps").read_text().splitlines())
+            for file in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.add(os.readlink(file).partition(SHARED_MEMORY)[2])
+    with contextlib.suppress(OSError):
+        held.update(entry.name for entry in os.scandir(SHARED_MEMORY) if entry.stat().st_uid != os.getuid())
+    return held
 
 
 def _clean_environ() -> dict[str, str]:

@@ -53,7 +53,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 POLL_S = 0.004
 STACKS_S = 0.4  # how long a rank may take to write down where it hangs before it is killed
 LOG_TAIL_NBYTES = 20_000
-END_S = 5.0  # a rank that was killed never says that it has ended
+END_S = 20.0  # a rank that is stopped never ends
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Rank:
             timeout=timedelta(seconds=timeout_s or self.group_timeout_s),
         )
 
-    def meet(self, name: str, timeout_s: float = 20.0) -> None:
+    def meet(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait for all ranks through the store alone, leaving the group untouched."""
         self.store.set(f"meet/{name}/{self.rank}", "")
         self.store.wait([f"meet/{name}/{r}" for r in range(self.world)], timedelta(seconds=timeout_s))
@@ -137,11 +137,10 @@ class Rank:
 
         A gloo group that is destroyed while a peer still reads from it can reset the connection under it.
         """
-        with contextlib.suppress(Exception):
-            self.store.set(f"ended/{self.rank}", "")
-            if wait:
-                ended = [f"ended/{r}" for r in range(self.world)]
-                self.store.wait(ended, timedelta(seconds=END_S))
+        (self.scratch / f"{self.rank}.ended").touch()
+        deadline = time.monotonic() + END_S
+        while wait and len(list(self.scratch.glob("*.ended"))) < self.world and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def mark(self) -> None:
         """Note the time of what is about to happen, so that ranks' errors can be timed from it."""
@@ -315,6 +314,7 @@ def _watch(job: Job, pids: dict[int, int], scratch: Path, connection: Connection
             _kill_group(pid)
             _, status = os.waitpid(pid, 0)
             exits[rank] = (os.waitstatus_to_exitcode(status), time.monotonic() - started)
+            (scratch / f"{rank}.ended").touch()  # one that was killed did not say so itself
             if exits[rank][0] != 0:
                 deadline = min(deadline, time.monotonic() + job.grace_s)
         # Nobody speaks during a job: readable means that the test session is gone.

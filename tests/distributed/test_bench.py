@@ -104,6 +104,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
 def test_ctrl_c_ends_the_ranks_too() -> None:
     parent, ranks = start_long_bench()
@@ -115,6 +116,7 @@ def test_ctrl_c_ends_the_ranks_too() -> None:
     assert all_end_within(5.0, ranks)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
 def test_ranks_do_not_outlive_a_killed_parent() -> None:
     parent, ranks = start_long_bench()
@@ -123,6 +125,7 @@ def test_ranks_do_not_outlive_a_killed_parent() -> None:
     assert all_end_within(5.0, ranks)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
 def test_a_killed_rank_is_named_and_the_others_are_ended() -> None:
     parent, ranks = start_long_bench()

@@ -24,6 +24,8 @@ BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 SOON_S = 5.0  # promised is one second; a loaded machine shall not fail the test
 GROUP_TIMEOUT_S = 2.0
 
+pytestmark = pytest.mark.alone
+
 
 def raised(outcome: Outcome, *kinds: str) -> None:
     """The rank ended by an exception of one of these kinds: no crash, no kill, no success."""

@@ -42,6 +42,7 @@ def write_images(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)  # several trainings, each of which may take launching.LIMIT_S
 def test_two_processes_train_compressed_from_beton_files(tmp_path: Path, environ: dict[str, str]) -> None:
     write_images(tmp_path / "images.npz")
     betons = ["--train-beton", str(tmp_path / "train.beton"), "--test-beton", str(tmp_path / "test.beton")]

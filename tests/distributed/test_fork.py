@@ -31,6 +31,8 @@ NODES = {
 }
 CHILD_S = 3.0
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(params=list(NODES))
 def nodes(request: pytest.FixtureRequest) -> dict[int, dict[str, str]]:

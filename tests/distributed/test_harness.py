@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from distributed.harness import Rank, observe_ranks, run_ranks
+from distributed.harness import Rank, left_in_shared_memory, observe_ranks, run_ranks, shared_memory_names
+
+pytestmark = pytest.mark.alone
 
 
 def who_am_i(me: Rank, base: int) -> tuple[int, int, str, torch.Tensor]:
@@ -41,7 +44,8 @@ def fail_in_a_way(me: Rank, how: str) -> None:
     [("raise", 1), ("crash", -signal.SIGSEGV), ("hang", -signal.SIGKILL), ("stop", -signal.SIGKILL)],
 )
 def test_a_rank_that_fails_is_told_apart(how: str, exit_code: int) -> None:
-    well, failed = observe_ranks(fail_in_a_way, 2, None, how, timeout_s=1.5)
+    timeout_s = 4.0 if how in ("hang", "stop") else 60.0
+    well, failed = observe_ranks(fail_in_a_way, 2, None, how, timeout_s=timeout_s)
     assert well.ok
     assert not failed.ok
     assert failed.exit_code == exit_code
@@ -52,7 +56,7 @@ def test_a_rank_that_fails_is_told_apart(how: str, exit_code: int) -> None:
         assert "fail_in_a_way" in failed.log  # its stack
     if how == "raise":
         with pytest.raises(AssertionError, match="rank 1: FAILED"):
-            run_ranks(fail_in_a_way, 2, None, how, timeout_s=1.5)
+            run_ranks(fail_in_a_way, 2, None, how, timeout_s=timeout_s)
 
 
 def leave_a_child(me: Rank) -> int:
@@ -72,3 +76,19 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_what_is_left_in_shared_memory_is_found_unless_somebody_else_holds_it() -> None:
+    before = shared_memory_names()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="left-") as file:
+        name = Path(file.name).name
+        assert left_in_shared_memory(before, patience_s=0.0) == {name}
+        strange = {variable: value for variable, value in os.environ.items() if variable != "TEST_SESSION"}
+        for environ, left in ((dict(os.environ), {name}), (strange, set())):
+            holder = subprocess.Popen(["sleep", "100"], env=environ, stdin=file)
+            try:
+                assert left_in_shared_memory(before, patience_s=0.0) == left
+            finally:
+                holder.kill()
+                holder.wait()
+    assert not left_in_shared_memory(before)

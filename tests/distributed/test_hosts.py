@@ -18,6 +18,8 @@ from torch_cgx.cli.link import measure_goodput
 
 MakeHosts = Callable[..., Hosts]
 
+pytestmark = pytest.mark.alone
+
 # The module by itself, without the package: importing torch would take seconds.
 MAKER = """
 import importlib.util, sys

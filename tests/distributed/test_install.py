@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from distributed.launching import free_port
 
 TREE = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
@@ -82,10 +83,8 @@ def test_without_a_compiler_everything_but_the_native_library_is_installed(tree:
     assert (target / "bin" / "cgx").is_file()
     assert not list(target.rglob("*.so"))
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    shared = {"PYTHONPATH": str(target), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared["PYTHONPATH"] = str(target)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],

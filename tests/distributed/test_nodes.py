@@ -214,6 +214,7 @@ def reduce_until_cut_off(me: Rank, victim: Node) -> None:
         dist.all_reduce(noise(me.rank, 20_001))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [(0, 1), (0, 0, 1, 2)], ids=named)
 def test_a_node_cut_off_makes_all_ranks_raise_within_the_timeout(world: tuple[int, ...], make_hosts: MakeHosts) -> None:
     hosts = make_hosts(max(world) + 1)
@@ -241,6 +242,7 @@ def test_a_node_cut_off_makes_all_ranks_raise_within_the_timeout(world: tuple[in
         assert witness.holders() == []
 
 
+@pytest.mark.alone
 def test_bench_measures_the_link_first_and_prints_the_share_of_its_limit(make_hosts: MakeHosts, tmp_path: Path) -> None:
     make_hosts(1, rate="1gbit")
     output = tmp_path / "out.json"
@@ -262,6 +264,7 @@ def test_bench_measures_the_link_first_and_prints_the_share_of_its_limit(make_ho
     assert done.stdout.count(" %") >= 2, last
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_a_bench_on_nodes_and_leaves_nothing(make_hosts: MakeHosts) -> None:
     make_hosts(1)
     parent, ranks = start_long_bench("--nodes", "2")

@@ -108,6 +108,7 @@ def reduce_until_one_dies(me: Rank) -> None:
         x.fill_(1.0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("function", "kind"), [(call_differently, "MismatchError"), (reduce_until_one_dies, "PeerLostError")]
 )

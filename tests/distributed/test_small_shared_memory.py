@@ -30,7 +30,10 @@ FILLER = f"{SHM}/filler"
 LARGE = 3_000_003  # 12 MB
 SOON_S = 5.0
 
-pytestmark = pytest.mark.skipif(not available(), reason="installed without the native library")
+pytestmark = [
+    pytest.mark.skipif(not available(), reason="installed without the native library"),
+    pytest.mark.xdist_group("small shared memory"),  # one worker: a nursery of its own takes seconds to start
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,6 +165,7 @@ def raised(outcome: Outcome, kind: str) -> None:
     assert kind in outcome.error_kinds, report
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("before", [0, 1000], ids=["first segment", "larger segment"])
 def test_a_full_one_is_an_error_on_all_ranks_that_says_what_to_do(before: int) -> None:
     for outcome in observe_ranks(filled_up, 3, None, before):
@@ -199,6 +203,7 @@ def room_again(me: Rank) -> None:
     assert torch.equal(x, torch.full((LARGE,), float(me.world)))
 
 
+@pytest.mark.alone
 def test_a_new_group_works_once_there_is_room_again() -> None:
     run_ranks(room_again, 2, None)
 

@@ -17,12 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed import transport_cases
 from distributed.gradients import BITS
-from distributed.harness import Rank, describe, observe_ranks, run_ranks, shared_memory_names
+from distributed.harness import Rank, describe, left_in_shared_memory, observe_ranks, run_ranks, shared_memory_names
 from distributed.launching import LIBRARIES, clean_environ, finish, run, start, start_ranks, with_mpi4py_on
 from distributed.training import make_net, train
 from distributed.transport_cases import CASES, WORLD, Ranks
 
 INNER, CROSS = "CGX_INNER_COMMUNICATOR_TYPE", "CGX_CROSS_COMMUNICATOR_TYPE"
+
+# Tests of one library go to one worker, which starts mpirun for all of them once.
+EACH_LIBRARY = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in LIBRARIES]
 
 
 @functools.cache
@@ -34,7 +37,7 @@ def over_mpi(library: str) -> tuple[int, str, frozenset[str]]:
         before = shared_memory_names()
         process = start([*start_ranks(library, WORLD), sys.executable, transport_cases.__file__, folder], environ)
         output = finish(process)
-        for name in shared_memory_names() - before:
+        for name in left_in_shared_memory(before, patience_s=0.0):
             if name.startswith("mpich_"):  # which MPICH leaves behind whenever a job does not end well
                 Path("/dev/shm", name).unlink()
         return process.returncode, output, frozenset(os.listdir(folder))
@@ -44,7 +47,7 @@ def case_over_gloo(me: Rank, case: str) -> None:
     transport_cases.run_case(case, "GLOO", me.rank, me.store)
 
 
-@pytest.mark.parametrize("transport", ["Gloo", *LIBRARIES])
+@pytest.mark.parametrize("transport", ["Gloo", *EACH_LIBRARY])
 @pytest.mark.parametrize("case", CASES)
 def test_transport(transport: str, case: str) -> None:
     if transport == "Gloo":
@@ -70,7 +73,7 @@ def test_a_killed_peer_is_named_over_gloo() -> None:
         assert f"rank {rank} waited for message 6 of 10 bytes from rank 1" in outcomes[rank].message
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", EACH_LIBRARY)
 def test_a_rank_that_raises_ends_the_whole_job_instead_of_waiting_in_finalize(library: str) -> None:
     code, output, _ = over_mpi(library)
     assert output.count(transport_cases.ENOUGH) >= 1

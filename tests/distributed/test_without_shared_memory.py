@@ -289,6 +289,7 @@ HOW = (
 )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_that_call_all_reduce_differently_all_raise(how: str) -> None:
     outcomes = observe_ranks(
@@ -307,6 +308,7 @@ def call_differently_and_late(me: Rank) -> None:
     dist.all_reduce(torch.ones(1001 if me.rank == 1 else 1000))
 
 
+@pytest.mark.alone
 def test_a_rank_that_comes_late_to_calls_that_differ_is_told_so_too() -> None:
     """Those that found out before must not have hung up: it would take them for dead."""
     for outcome in observe_ranks(call_differently_and_late, 3, "cgx", env={BITS: "4"}, rank_env=apart(3)):
@@ -314,6 +316,7 @@ def test_a_rank_that_comes_late_to_calls_that_differ_is_told_so_too() -> None:
         assert "rank 1" in outcome.message
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["exact", "another operation"])
 def test_ranks_that_call_something_else_raise_with_the_groups_timeout(how: str) -> None:
     # Gloo's own operations and our messages are different connections: only time tells.
@@ -353,6 +356,7 @@ def reduce_until_one_dies(me: Rank) -> None:
         x.fill_(1.0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("bits", ["4", "32"])
 def test_survivors_of_a_kill_raise_soon(bits: str) -> None:
     outcomes = observe_ranks(reduce_until_one_dies, 3, "cgx", env={BITS: bits}, rank_env=apart(3), real_exit=True)
@@ -376,6 +380,7 @@ def one_never_calls(me: Rank) -> None:
         me.store.set("rank 0 has raised", "")
 
 
+@pytest.mark.alone
 def test_waiting_for_a_rank_that_never_calls_ends_with_the_groups_timeout() -> None:
     first, _ = observe_ranks(
         one_never_calls, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S
@@ -393,6 +398,7 @@ def one_never_calls_after_a_shorter_timeout(me: Rank) -> None:
     one_never_calls(me)
 
 
+@pytest.mark.alone
 def test_a_timeout_can_be_changed() -> None:
     first, _ = observe_ranks(
         one_never_calls_after_a_shorter_timeout, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=100
@@ -416,6 +422,7 @@ def after_a_failure(me: Rank) -> None:
     assert torch.equal(x, torch.full((1000,), float(me.world)))
 
 
+@pytest.mark.alone
 def test_after_a_failure_a_group_only_raises_and_a_new_one_works() -> None:
     run_ranks(after_a_failure, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S)
 

@@ -19,6 +19,7 @@ CHECKSUM = "844ac4aa581f8bf2"
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler to build the native tests with"),
     pytest.mark.skipif(not (ROOT / "csrc" / "tests").is_dir(), reason="the sources are not here"),
+    pytest.mark.xdist_group("native program"),  # one worker: compiling takes longer than all of these tests
 ]
 
 
