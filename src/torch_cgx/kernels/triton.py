@@ -68,7 +68,7 @@ class TritonKernels:
         self._launch(
             *(self._device_code.decode_kernel, kept.table.main, *kept.main),
             *(values.view(bits_dtype), payload.data_ptr()),
-            **{"BITS": kept.table.bits, "TYPE": number, "EXACT": kept.table.exact, "ADD": add},
+            **{"BITS": kept.table.bits, "TYPE": number, "EXACT": kept.table.exact, "WORDS": kept.table.words, "ADD": add},
         )
 
     def reduce(
@@ -105,7 +105,7 @@ class TritonKernels:
             self._launch(
                 *(self._device_code.headers_kernel, table.headers, *kept.headers),
                 *(bits, out.data_ptr(), addresses, len(payloads), _bits(scale)),
-                **{"TYPE": number, "REDUCE": reduce},
+                **{"TYPE": number, "WORDS": table.words, "REDUCE": reduce},
             )
         k0, k1 = key(rounding if rounding.stochastic else NEAREST)
         self._launch(
@@ -113,7 +113,7 @@ class TritonKernels:
             *(bits, out.data_ptr(), values if residual is None else residual),
             *(addresses, len(payloads), _bits(scale), _bits(1.0 / scale), k0, k1),
             **{"BITS": table.bits, "TYPE": number, "EXACT": table.exact, "FLAT": table.headers is not None},
-            **{"STOCHASTIC": rounding.stochastic, "RESIDUAL": residual is not None, "REDUCE": reduce},
+            **{"WORDS": table.words, "STOCHASTIC": rounding.stochastic, "RESIDUAL": residual is not None, "REDUCE": reduce},
         )
 
     def _launch(self, kernel: Any, launch: Launch, programs: Tensor, runs: Tensor, *args: Any, **constants: Any) -> None:

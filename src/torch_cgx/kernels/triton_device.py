@@ -13,11 +13,12 @@ take any bits, any block and any alignment, byte by byte.
 import triton
 import triton.language as tl
 
-from torch_cgx.kernels.triton_table import EDGE, FIELDS, FLAT, TAIL, WHOLE
+from torch_cgx.kernels.triton_table import EDGE, FIELDS, FLAT, RAW, TAIL, WHOLE
 
 _EDGE = tl.constexpr(EDGE)
 _FIELDS = tl.constexpr(FIELDS)
 _FLAT = tl.constexpr(FLAT)
+_RAW = tl.constexpr(RAW)
 _TAIL = tl.constexpr(TAIL)
 _WHOLE = tl.constexpr(WHOLE)
 
@@ -224,24 +225,6 @@ def _write_octets(pointer, quads, row, span, bits, end, ROWS: tl.constexpr, TILE
 
 
 @triton.jit
-def _any_decoded(slot, run, first, index, mask):
-    """The decoded values of a piece from `first` (a multiple of 8) on, whatever their block, bits and alignment."""
-    bits, block, _, _, headers, levels = run
-    start = first // block
-    number = ((first - start * block).to(tl.int32) + index) // block.to(tl.int32)
-    pointer = slot.to(tl.pointer_type(tl.uint8))
-    unit = _bytes(pointer + headers + start * 8, number * 8, mask, 4).to(tl.float32, bitcast=True)
-    lo = _bytes(pointer + headers + start * 8 + 4, number * 8, mask, 4).to(tl.float32, bitcast=True)
-    bit = index * bits
-    bytes_ = pointer + levels + (first >> 3) * bits
-    level = tl.load(bytes_ + (bit >> 3), mask=mask, other=0).to(tl.int32)
-    more = mask & ((bit & 7) + bits > 8)
-    level |= tl.load(bytes_ + (bit >> 3) + 1, mask=more, other=0).to(tl.int32) << 8
-    level = (level >> (bit & 7)) & ((1 << bits) - 1)
-    return lo + unit * level.to(tl.float32), unit, lo
-
-
-@triton.jit
 def _bytes(pointer, where, mask, NBYTES: tl.constexpr):
     """A little-endian integer that may start at any byte."""
     if NBYTES == 8:
@@ -260,6 +243,61 @@ def _bytes(pointer, where, mask, NBYTES: tl.constexpr):
 def _write_bytes(pointer, where, bits, mask, NBYTES: tl.constexpr):
     for j in tl.static_range(0, NBYTES):
         tl.store(pointer + where + j, (bits >> (8 * j)).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _header_of(slot, run, first, index, mask, WORDS: tl.constexpr):
+    """Unit and lo of the block of each value."""
+    block = run[1]
+    start = first // block
+    number = ((first - start * block).to(tl.int32) + index) // block.to(tl.int32)
+    offset = run[4] + start * 8
+    if WORDS:
+        pointer = _pointer(slot, offset, tl.float32) + number * 2
+        unit = tl.load(pointer, mask=mask, other=0.0)
+        lo = tl.load(pointer + 1, mask=mask, other=0.0)
+    else:
+        pointer = slot.to(tl.pointer_type(tl.uint8)) + offset
+        unit = _bytes(pointer, number * 8, mask, 4).to(tl.float32, bitcast=True)
+        lo = _bytes(pointer + 4, number * 8, mask, 4).to(tl.float32, bitcast=True)
+    return unit, lo
+
+
+@triton.jit
+def _write_header_of(slot, run, number, unit, lo, mask, WORDS: tl.constexpr):
+    if WORDS:
+        pointer = _pointer(slot, run[4], tl.int32) + number * 2
+        tl.store(pointer, _header_bits(unit), mask=mask)
+        tl.store(pointer + 1, _header_bits(lo), mask=mask)
+    else:
+        pointer = slot.to(tl.pointer_type(tl.uint8)) + run[4]
+        _write_bytes(pointer, number * 8, _header_bits(unit), mask, 4)
+        _write_bytes(pointer + 4, number * 8, _header_bits(lo), mask, 4)
+
+
+@triton.jit
+def _decoded(slot, run, first, index, mask, WORDS: tl.constexpr):
+    """Decoded values of a piece from `first` (a multiple of 8) on, whatever their block, bits and alignment."""
+    bits = run[0]
+    unit, lo = _header_of(slot, run, first, index, mask, WORDS)
+    bit = index * bits
+    pointer = slot.to(tl.pointer_type(tl.uint8)) + run[5] + (first >> 3) * bits + (bit >> 3)
+    level = tl.load(pointer, mask=mask, other=0).to(tl.int32)
+    level |= tl.load(pointer + 1, mask=mask & ((bit & 7) + bits > 8), other=0).to(tl.int32) << 8
+    level = (level >> (bit & 7)) & ((1 << bits) - 1)
+    return lo + unit * level.to(tl.float32)
+
+
+@triton.jit
+def _summed(values, reducing, run, first, index, mask, TYPE: tl.constexpr, WORDS: tl.constexpr, REDUCE: tl.constexpr):
+    """The values, or with payloads their sum: own values first, then payloads in order; then scaled."""
+    payloads, count, scale, _ = reducing
+    x = _widen(tl.load(values + run[2] + first + index, mask=mask, other=0), TYPE)
+    if REDUCE:
+        for k in range(count):
+            x = x + _decoded(_payload(payloads, k), run, first, index, mask, WORDS)
+        x = x * scale
+    return x
 
 
 @triton.jit
@@ -303,7 +341,7 @@ def _encode_whole(
     """Whole tiles of whole blocks, each in registers from the first load to the last store."""
     values, slot, residual = tensors
     payloads, count, scale, unscale = reducing
-    _, block, offset, _, headers, levels_at = run
+    block, offset, headers, levels_at = run[1], run[2], run[4], run[5]
     if EXACT:
         span: tl.constexpr = TILE
     else:
@@ -343,80 +381,91 @@ def _encode_whole(
 
 
 @triton.jit
-def _encode_any(
+def _encode_strips(
     tensors,
     reducing,
     key,
     run,
     begin,
     end,
+    header,
     FLAT: tl.constexpr,
     TYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    STRIP: tl.constexpr,
+    WORDS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     RESIDUAL: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
-    """Values that no whole tile holds. Rows are blocks; in flat runs they are not, and headers are already written."""
+    """Levels of any values, by the one header given, or in flat runs each by that of its block, which is in the slot."""
     values, slot, residual = tensors
-    _, _, _, unscale = reducing
-    bits, block, offset, numel, headers, levels_at = run
-    if FLAT:
-        span = block * 0 + TILE
-    else:
-        span = block
-    span = span.to(tl.int32)
-    r = tl.arange(0, ROWS)
-    c = tl.arange(0, TILE)[None, :]
-    index = r[:, None] * span + c
-    for first in range(begin, end, ROWS * span):
-        mask = (c < span) & (first + index < numel)
-        x = _summed(values, reducing, run, first, index, mask, TYPE, REDUCE)
+    bits = run[0]
+    index = tl.arange(0, STRIP)[None, :]
+    for first in range(begin, end, STRIP):
+        mask = first + index < end
+        x = _summed(values, reducing, run, first, index, mask, TYPE, WORDS, REDUCE)
         if FLAT:
-            _, unit, lo = _any_decoded(slot, run, first, index, mask)
-            known = mask & (unit != 0.0) & (unit == unit)
-            inv = tl.where(known, tl.div_rn(tl.full(unit.shape, 1.0, tl.float32), tl.where(known, unit, 1.0)), 0.0)
+            unit, lo = _header_of(slot, run, first, index, mask, WORDS)
+            levelled = (unit != 0.0) & (unit == unit)
+            one = tl.full(unit.shape, 1.0, tl.float32)
+            inv = tl.where(levelled, tl.div_rn(one, tl.where(levelled, unit, 1.0)), 0.0)
         else:
-            y = tl.where(x == x, x, _INF)
-            lowest = tl.min(tl.where(mask, y, _INF), axis=1)
-            unit, lo, inv = _header(lowest, tl.max(tl.where(mask, y, -_INF), axis=1), bits)
-            number = first // block + r
-            pointer = slot.to(tl.pointer_type(tl.uint8)) + headers
-            there = number * block < numel
-            _write_bytes(pointer, number * 8, _header_bits(unit), there, 4)
-            _write_bytes(pointer + 4, number * 8, _header_bits(lo), there, 4)
-            unit, lo, inv = unit[:, None], lo[:, None], inv[:, None]
-        levels = _levels(x, lo, inv, index, offset + first, bits, key, mask, STOCHASTIC)
-        quads = tl.reshape(levels, [ROWS, TILE // 4, 4]) << (tl.arange(0, 4)[None, None, :] * bits)
-        nbytes = ((numel * bits + 7) >> 3) - (first >> 3) * bits
-        pointer = slot.to(tl.pointer_type(tl.uint8)) + levels_at + (first >> 3) * bits
-        _write_octets(pointer, tl.sum(quads, axis=2), r[:, None] * (span >> 3) * bits, span, bits, nbytes, ROWS, TILE)
+            unit, lo, inv = header
+        levels = _levels(x, lo, inv, index, run[2] + first, bits, key, mask, STOCHASTIC)
+        quads = tl.reshape(levels, [1, STRIP // 4, 4]) << (tl.arange(0, 4)[None, None, :] * bits)
+        start = (first >> 3) * bits
+        nbytes = ((end * bits + 7) >> 3) - start
+        pointer = slot.to(tl.pointer_type(tl.uint8)) + run[5] + start
+        _write_octets(pointer, tl.sum(quads, axis=2), tl.zeros([1, 1], tl.int32), STRIP, bits, nbytes, 1, STRIP)
         if REDUCE or RESIDUAL:
             decoded = lo + unit * levels.to(tl.float32)
             if REDUCE:
-                tl.store(values + offset + first + index, _narrow(decoded, TYPE), mask=mask)
+                tl.store(values + run[2] + first + index, _narrow(decoded, TYPE), mask=mask)
             if RESIDUAL:
-                tl.store(residual + offset + first + index, (x - decoded) * unscale, mask=mask & (lo == lo))
+                lost = (x - decoded) * reducing[3]
+                tl.store(residual + run[2] + first + index, lost, mask=mask & (lo == lo))
+
+
+@triton.jit
+def _encode_edge(
+    tensors,
+    reducing,
+    key,
+    run,
+    begin,
+    end,
+    TYPE: tl.constexpr,
+    STRIP: tl.constexpr,
+    WORDS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    REDUCE: tl.constexpr,
+):
+    """One block, in two passes."""
+    values, slot, _ = tensors
+    index = tl.arange(0, STRIP)
+    lowest = tl.full([STRIP], _INF, tl.float32)
+    highest = tl.full([STRIP], -_INF, tl.float32)
+    for first in range(begin, end, STRIP):
+        mask = first + index < end
+        x = _summed(values, reducing, run, first, index, mask, TYPE, WORDS, REDUCE)
+        y = tl.where(x == x, x, _INF)
+        lowest = tl.minimum(lowest, tl.where(mask, y, _INF))
+        highest = tl.maximum(highest, tl.where(mask, y, -_INF))
+    bits = run[0]
+    low = tl.reshape(tl.min(tl.reshape(lowest, [1, STRIP]), axis=1), [1, 1])
+    high = tl.reshape(tl.max(tl.reshape(highest, [1, STRIP]), axis=1), [1, 1])
+    header = _header(low, high, bits)
+    number = tl.zeros([1, 1], tl.int64) + begin // run[1]
+    _write_header_of(slot, run, number, header[0], header[1], number >= 0, WORDS)
+    _encode_strips(
+        tensors, reducing, key, run, begin, end, header, False, TYPE, STRIP, WORDS, STOCHASTIC, RESIDUAL, REDUCE
+    )
 
 
 @triton.jit
 def _header_bits(x):
     return tl.where(x == x, x.to(tl.int32, bitcast=True), _NAN)
-
-
-@triton.jit
-def _summed(values, reducing, run, first, index, mask, TYPE: tl.constexpr, REDUCE: tl.constexpr):
-    """The values, or with payloads their sum: own values first, then payloads in order; then scaled."""
-    payloads, count, scale, _ = reducing
-    _, _, offset, _, _, _ = run
-    x = _widen(tl.load(values + offset + first + index, mask=mask, other=0), TYPE)
-    if REDUCE:
-        for k in range(count):
-            decoded, _, _ = _any_decoded(_payload(payloads, k), run, first, index, mask)
-            x = x + decoded
-        x = x * scale
-    return x
 
 
 @triton.jit
@@ -428,24 +477,23 @@ def _encode_raw(
     end,
     TAIL: tl.constexpr,
     TYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    STRIP: tl.constexpr,
     RESIDUAL: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
-    """Raw values: `headers` is where their bytes start, `levels` where their padding ends."""
+    """Raw values: their row has in the place of headers where their bytes start, of levels where their padding ends."""
     values, slot, residual = tensors
     payloads, count, scale, _ = reducing
-    _, _, offset, numel, start, padded = run
+    offset, numel, start, padded = run[2], run[3], run[4], run[5]
     element: tl.constexpr = values.dtype.element_ty
     NBYTES: tl.constexpr = element.primitive_bitwidth // 8
-    i = tl.arange(0, ROWS * TILE)
+    i = tl.arange(0, STRIP)
     target = slot.to(tl.pointer_type(tl.uint8))
     if TAIL:
         if begin == 0:
             padding = numel * NBYTES + tl.arange(0, 8)
             tl.store(target + start + padding, tl.zeros([8], tl.uint8), mask=start + padding < padded)
-    for first in range(begin, end, ROWS * TILE):
+    for first in range(begin, end, STRIP):
         mask = first + i < numel
         bits = tl.load(values + offset + first + i, mask=mask, other=0)
         at = start + first * NBYTES
@@ -460,7 +508,7 @@ def _encode_raw(
         else:
             tl.store(_pointer(slot, at, element) + i, bits, mask=mask)
         if RESIDUAL:
-            tl.store(residual + offset + first + i, tl.zeros([ROWS * TILE], tl.float32), mask=mask)
+            tl.store(residual + offset + first + i, tl.zeros([STRIP], tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["slot", "count", "scale", "unscale", "k0", "k1"])
@@ -482,19 +530,21 @@ def encode_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
+    WORDS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     RESIDUAL: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
     """Encode; with REDUCE, the scaled sum of the values and `count` payloads, of which the decoded values are kept.
 
-    BITS is what all whole runs have, or 0 where they differ.
+    BITS is what all whole runs have, or 0 where they differ; WORDS is whether every slot starts at a multiple of 8.
     """
     kind, run, begin, end = _run(programs, runs)
     tensors = (values, slot, residual)
+    STRIP: tl.constexpr = ROWS * TILE // 4
     if TYPE == F64:
         reducing = (payloads, count, _double(scale), 1.0)
-        _encode_raw(tensors, reducing, run, begin, end, True, TYPE, ROWS, TILE, RESIDUAL, REDUCE)
+        _encode_raw(tensors, reducing, run, begin, end, True, TYPE, STRIP, RESIDUAL, REDUCE)
     else:
         ALIGN: tl.constexpr = 128 // values.dtype.element_ty.primitive_bitwidth
         reducing = (payloads, count, _double(scale).to(tl.float32), _double(unscale).to(tl.float32))
@@ -508,18 +558,19 @@ def encode_kernel(
                             STOCHASTIC, RESIDUAL, REDUCE,
                         )  # fmt: skip
         elif kind == _EDGE:
-            _encode_any(
-                tensors, reducing, key, run, begin, end, False, TYPE, ROWS, TILE, STOCHASTIC, RESIDUAL, REDUCE
+            _encode_edge(
+                tensors, reducing, key, run, begin, end, TYPE, STRIP, WORDS, STOCHASTIC, RESIDUAL, REDUCE
             )
         elif kind == _FLAT:
             if FLAT:
-                _encode_any(
-                    tensors, reducing, key, run, begin, end, True, TYPE, ROWS, TILE, STOCHASTIC, RESIDUAL, REDUCE
-                )
+                _encode_strips(
+                    tensors, reducing, key, run, begin, end, (0.0, 0.0, 0.0), True, TYPE, STRIP, WORDS,
+                    STOCHASTIC, RESIDUAL, REDUCE,
+                )  # fmt: skip
         elif kind == _TAIL:
-            _encode_raw(tensors, reducing, run, begin, end, True, TYPE, ROWS, TILE, RESIDUAL, REDUCE)
+            _encode_raw(tensors, reducing, run, begin, end, True, TYPE, STRIP, RESIDUAL, REDUCE)
         else:
-            _encode_raw(tensors, reducing, run, begin, end, False, TYPE, ROWS, TILE, RESIDUAL, REDUCE)
+            _encode_raw(tensors, reducing, run, begin, end, False, TYPE, STRIP, RESIDUAL, REDUCE)
 
 
 @triton.jit(do_not_specialize=["slot", "count", "scale"])
@@ -534,11 +585,12 @@ def headers_kernel(
     TYPE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    WORDS: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
     """The headers of blocks that flat runs are made of, before `encode_kernel` writes their levels."""
     _, run, begin, end = _run(programs, runs)
-    bits, block, _, numel, headers, _ = run
+    block, numel = run[1], run[3]
     reducing = (payloads, count, _double(scale).to(tl.float32), 1.0)
     r = tl.arange(0, ROWS)
     c = tl.arange(0, TILE)[None, :]
@@ -548,16 +600,13 @@ def headers_kernel(
         for column in range(0, block.to(tl.int32), TILE):
             index = r[:, None] * block.to(tl.int32) + column + c
             mask = (column + c < block) & (first + index < numel)
-            x = _summed(values, reducing, run, first, index, mask, TYPE, REDUCE)
+            x = _summed(values, reducing, run, first, index, mask, TYPE, WORDS, REDUCE)
             y = tl.where(x == x, x, _INF)
             lowest = tl.minimum(lowest, tl.min(tl.where(mask, y, _INF), axis=1))
             highest = tl.maximum(highest, tl.max(tl.where(mask, y, -_INF), axis=1))
-        unit, lo, _ = _header(lowest, highest, bits)
+        unit, lo, _ = _header(lowest, highest, run[0])
         number = first // block + r
-        pointer = slot.to(tl.pointer_type(tl.uint8)) + headers
-        there = number * block < numel
-        _write_bytes(pointer, number * 8, _header_bits(unit), there, 4)
-        _write_bytes(pointer + 4, number * 8, _header_bits(lo), there, 4)
+        _write_header_of(slot, run, number, unit, lo, number * block < numel, WORDS)
 
 
 @triton.jit
@@ -575,7 +624,7 @@ def _decode_whole(
     TILE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    _, block, offset, _, headers, levels_at = run
+    block, offset, headers, levels_at = run[1], run[2], run[4], run[5]
     if EXACT:
         span: tl.constexpr = TILE
     else:
@@ -594,25 +643,24 @@ def _decode_whole(
 
 
 @triton.jit
-def _decode_any(
+def _decode_strips(
     values,
     slot,
     run,
     begin,
     end,
     TYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    STRIP: tl.constexpr,
+    WORDS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    _, _, offset, numel, _, _ = run
-    i = tl.arange(0, ROWS * TILE)
-    for first in range(begin, end, ROWS * TILE):
-        mask = first + i < tl.minimum(numel, end)
-        x, _, _ = _any_decoded(slot, run, first, i, mask)
+    i = tl.arange(0, STRIP)
+    for first in range(begin, end, STRIP):
+        mask = first + i < end
+        x = _decoded(slot, run, first, i, mask, WORDS)
         if ADD:
-            x = _widen(tl.load(values + offset + first + i, mask=mask, other=0), TYPE) + x
-        tl.store(values + offset + first + i, _narrow(x, TYPE), mask=mask)
+            x = _widen(tl.load(values + run[2] + first + i, mask=mask, other=0), TYPE) + x
+        tl.store(values + run[2] + first + i, _narrow(x, TYPE), mask=mask)
 
 
 @triton.jit
@@ -624,16 +672,15 @@ def _decode_raw(
     end,
     TAIL: tl.constexpr,
     TYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    STRIP: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    _, _, offset, numel, start, _ = run
+    offset, start = run[2], run[4]
     element: tl.constexpr = values.dtype.element_ty
     NBYTES: tl.constexpr = element.primitive_bitwidth // 8
-    i = tl.arange(0, ROWS * TILE)
-    for first in range(begin, end, ROWS * TILE):
-        mask = first + i < numel
+    i = tl.arange(0, STRIP)
+    for first in range(begin, end, STRIP):
+        mask = first + i < end
         bits = _raw_bits(slot, start + first * NBYTES, i, mask, NBYTES, TAIL, element)
         if ADD:
             mine = tl.load(values + offset + first + i, mask=mask, other=0)
@@ -652,11 +699,13 @@ def decode_kernel(
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    WORDS: tl.constexpr,
     ADD: tl.constexpr,
 ):
     kind, run, begin, end = _run(programs, runs)
+    STRIP: tl.constexpr = ROWS * TILE // 4
     if TYPE == F64:
-        _decode_raw(values, slot, run, begin, end, True, TYPE, ROWS, TILE, ADD)
+        _decode_raw(values, slot, run, begin, end, True, TYPE, STRIP, ADD)
     else:
         ALIGN: tl.constexpr = 128 // values.dtype.element_ty.primitive_bitwidth
         if kind == _WHOLE:
@@ -665,8 +714,8 @@ def decode_kernel(
                     if run[0] == b:
                         _decode_whole(values, slot, run, begin, end, b, TYPE, ALIGN, EXACT, ROWS, TILE, ADD)
         elif kind == _TAIL:
-            _decode_raw(values, slot, run, begin, end, True, TYPE, ROWS, TILE, ADD)
-        elif kind == _EDGE or kind == _FLAT:
-            _decode_any(values, slot, run, begin, end, TYPE, ROWS, TILE, ADD)
+            _decode_raw(values, slot, run, begin, end, True, TYPE, STRIP, ADD)
+        elif kind == _RAW:
+            _decode_raw(values, slot, run, begin, end, False, TYPE, STRIP, ADD)
         else:
-            _decode_raw(values, slot, run, begin, end, False, TYPE, ROWS, TILE, ADD)
+            _decode_strips(values, slot, run, begin, end, TYPE, STRIP, WORDS, ADD)

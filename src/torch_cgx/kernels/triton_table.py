@@ -44,7 +44,7 @@ class Run(NamedTuple):
     levels: int  # where levels start in the slot; of raw values, where the padding after them ends
     first_program: int
     begin: int  # the run's first value and its end, counted from `offset`
-    step: int  # values of one program: whole tiles
+    step: int  # values of one program: whole tiles, of edges one block
     end: int
 
     @property
@@ -62,14 +62,11 @@ class Launch:
     runs: tuple[Run, ...]
     rows: int
     tile: int
+    warps: int
 
     @property
     def programs(self) -> int:
         return self.runs[-1].first_program + self.runs[-1].programs if self.runs else 0
-
-    @property
-    def warps(self) -> int:
-        return max(1, self.rows * self.tile // _TILE)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """For each program its row, and the rows."""
@@ -85,6 +82,7 @@ class Table:
     main: Launch
     headers: Launch | None  # where there are flat runs, before the other, if encoding
     bits: int  # of all whole runs, 0 if they differ; 1 if there are none
+    words: bool  # every slot starts at a multiple of 8 bytes
     exact: bool  # all whole runs have blocks of just a tile
     numel: int
     nbytes: int
@@ -111,9 +109,10 @@ def make_table(pieces: Sequence[Piece], itemsize: int, aligned: bool) -> Table:
     whole = [run for run in runs if run.kind == WHOLE]
     widths = {run.bits for run in whole} or {1}
     return Table(
-        main=Launch(tuple(runs), rows, tile),
+        main=Launch(tuple(runs), rows, tile, warps=rows * tile // _TILE),
         headers=_headers_launch(flat) if flat else None,
         bits=widths.pop() if len(widths) == 1 else 0,
+        words=aligned,
         exact=all(run.block == tile for run in whole),
         numel=numel,
         nbytes=nbytes,
@@ -145,7 +144,7 @@ def _runs(piece: Piece, itemsize: int, aligned: bool, rows: int, tile: int, tile
         if whole:
             yield Run(WHOLE, *coded, begin=0, step=span * tiles, end=whole)
         if whole < quantized:
-            yield Run(EDGE, *coded, begin=whole, step=span * tiles, end=quantized)
+            yield Run(EDGE, *coded, begin=whole, step=piece.block, end=quantized)
     offset, start = piece.offset + quantized, raw_end - raw * itemsize
     at_once = rows * tile * tiles
     # Eight bytes a value are only summed, never compressed: not worth a way of their own.
@@ -165,13 +164,13 @@ def _end(piece: Piece, itemsize: int) -> tuple[int, int]:
 
 
 def _headers_launch(flat: Sequence[Run]) -> Launch:
-    tile = _power_of_two(min(_LARGEST_TILE, max(run.block for run in flat)))
-    rows = _LARGEST_TILE // tile
+    tile = min(_TILE, _power_of_two(max(run.block for run in flat)))
+    rows = _TILE // tile
     runs: list[Run] = []
     for run in flat:
         first = runs[-1].first_program + runs[-1].programs if runs else 0
         runs.append(run._replace(first_program=first, step=rows * run.block))
-    return Launch(tuple(runs), rows, tile)
+    return Launch(tuple(runs), rows, tile, warps=4)
 
 
 def _power_of_two(block: int) -> int:
