@@ -22,7 +22,7 @@ from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.random import key
 from torch_cgx.kernels.triton_table import Launch, Table, make_table
 
-__all__ = ["TritonKernels"]
+__all__ = ["OPTIONS", "TritonKernels"]
 
 # For each dtype its number in triton_device.py, and the integers that its bits are.
 _TYPES = {
@@ -32,8 +32,8 @@ _TYPES = {
     torch.float64: (3, torch.int64),
 }
 _KEPT_TABLES = 4096
-# No multiply-add is fused, and nothing is prefetched through shared memory.
-_OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
+# What all kernels are compiled with: no multiply-add is fused, and nothing is prefetched through shared memory.
+OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
 
 
 class TritonKernels:
@@ -43,9 +43,10 @@ class TritonKernels:
 
     def __init__(self) -> None:
         self._device_code, self._interpreted = _import_device_code()
+        self._device = "cpu" if self._interpreted else "cuda"  # which torch's ROCm says, too
         self._tables: dict[tuple[int, torch.dtype, torch.device, bool], _Kept] = {}
         # The interpreter patches triton.language while it runs: one call at a time.
-        self._turn = threading.Lock() if self.interpreted else contextlib.nullcontext()
+        self._turn = threading.Lock() if self._interpreted else contextlib.nullcontext()
 
     @property
     def interpreted(self) -> bool:
@@ -117,20 +118,20 @@ class TritonKernels:
         )
 
     def _launch(self, kernel: Any, launch: Launch, programs: Tensor, runs: Tensor, *args: Any, **constants: Any) -> None:
-        if not launch.programs:
-            return
+        constants = {**constants, "ROWS": launch.rows, "TILE": launch.tile}
         with self._turn, _on(programs.device):
-            kernel[(launch.programs,)](
-                *(programs, runs, *args),
-                **{**constants, "ROWS": launch.rows, "TILE": launch.tile, "num_warps": launch.warps, **_OPTIONS},
-            )
+            self._enqueue(kernel, launch.programs, (programs, runs, *args), constants, launch.warps)
+
+    def _enqueue(self, kernel: Any, n: int, args: Sequence[Any], constants: dict[str, Any], warps: int) -> None:
+        """The one line that calls into Triton."""
+        if n:
+            kernel[(n,)](*args, **constants, num_warps=warps, **OPTIONS)
 
     def _checked(self, pieces: Sequence[Piece], values: Tensor, *slots: Tensor) -> _Kept:
         """The table, once it is certain that no piece reaches outside of a tensor."""
-        device = "cpu" if self.interpreted else "cuda"
-        if values.dtype not in _TYPES or not values.is_contiguous() or values.device.type != device:
+        if values.dtype not in _TYPES or not values.is_contiguous() or values.device.type != self._device:
             raise TypeError(
-                f"values: expected a contiguous float {device} tensor, got {values.dtype} on {values.device}"
+                f"values: expected a contiguous float {self._device} tensor, got {values.dtype} on {values.device}"
             )
         for slot in slots:
             if slot.dtype != torch.uint8 or not slot.is_contiguous() or slot.device != values.device:
@@ -153,7 +154,7 @@ class TritonKernels:
         found = self._tables.get(at)
         if found is not None and found.pieces is pieces:
             return found
-        if not self.interpreted and torch.cuda.is_current_stream_capturing():
+        if self._device == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph is being captured: run the same operation once before, outside of it")
         table = make_table(pieces, values.element_size(), aligned)
         headers = table.headers.tensors(values.device) if table.headers is not None else None
