@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -171,12 +172,14 @@ def _type(arg: Any) -> Any:
 def _read_ptx(ptx: str, found: Compiled) -> None:
     found.memory = dict(collections.Counter(re.findall(r"\b(?:ld|st)\.global[.\w:]*", ptx)))
     found.arithmetic = dict(
-        collections.Counter(re.findall(r"^\s*(?:@\S+\s+)?((?:add|sub|mul|fma|mad|div|rcp|sqrt|ex2)\.\S*f\d\d\S*)", ptx, re.M))
+        collections.Counter(
+            re.findall(r"^\s*(?:@\S+\s+)?((?:add|sub|mul|fma|mad|div|rcp|sqrt|ex2)\.\S*f\d\d\S*)", ptx, re.M)
+        )
     )
 
 
 def _read_amdgcn(text: str, llir: str, found: Compiled) -> None:
-    """AMD's division is made of fused instructions and is exact nevertheless: what was asked for is in the step before."""
+    """AMD divides, exactly, by fused instructions: what was asked for is in the step before."""
     found.registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
     found.spilled_nbytes = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
     found.memory = dict(collections.Counter(re.findall(r"\b(?:global|buffer)_(?:load|store)_\w+", text)))
@@ -222,7 +225,7 @@ def loop_instructions(sass: str) -> tuple[int | None, int]:
     stops = [head] + [address for address in wide if head <= address <= tail] + [tail]
     stops = list(dict.fromkeys(max(start for start in blocks if start <= address) for address in stops))
     total = blocks[stops[0]]
-    for here, there in zip(stops, stops[1:], strict=False):
+    for here, there in itertools.pairwise(stops):
         total += _shortest(blocks, edges, here, there)
     within = [(a, b) for a, b in loops if head < a and b < tail and not any(a <= address <= b for address in wide)]
     inner = max((sum(1 for address, _ in code if a <= address <= b) for a, b in within), default=0)
@@ -237,7 +240,7 @@ def _jump(text: str) -> int | None:
 def _flow(code: Sequence[tuple[int, str]]) -> tuple[dict[int, int], dict[int, list[int]]]:
     """Basic blocks by address, with how many instructions they have, and where each can go."""
     starts = {code[0][0]}
-    for (_, text), (after, _) in zip(code, code[1:], strict=False):
+    for (_, text), (after, _) in itertools.pairwise(code):
         target = _jump(text)
         if target is not None:
             starts |= {target, after}
@@ -301,7 +304,9 @@ def print_table() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, of the cases that the options name")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a line, of the cases that the options name"
+    )
     parser.add_argument("--targets", default="sm_86", help="sm_80, sm_86, ..., or gfx90a, gfx942; comma between")
     parser.add_argument("--operations", default="encode,decode,reduce", help=", ".join(OPERATIONS))
     parser.add_argument("--bits", default="4", help="1 to 8; 0: layers of all widths, in one table")

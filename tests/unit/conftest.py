@@ -6,7 +6,7 @@ import os
 
 from hypothesis import settings
 
-# Before anything imports Triton: without a GPU its kernels run in its interpreter. Who compiles them has a process of its own.
+# Before anything imports Triton: its kernels run in its interpreter here. Who compiles them has a process of its own.
 os.environ["TRITON_INTERPRET"] = "1"
 
 # Machines that run tests are busy with other tests: slow is not wrong.

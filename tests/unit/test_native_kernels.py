@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DTYPES, Guarded, payload_nbytes, piece_for, random_values, same_bits, table_of
 
+from kernel_cases import DTYPES, Guarded, payload_nbytes, piece_for, random_values, same_bits, table_of
 from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.cpu import NativeKernels, available, simd_levels
 from torch_cgx.kernels.reference import ReferenceKernels

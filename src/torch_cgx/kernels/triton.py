@@ -1,8 +1,9 @@
 """The kernels in Triton, on CUDA (or ROCm) tensors; on CPU tensors under Triton's interpreter, for tests.
 
-One launch a call, enqueued on the current stream, without waiting for the device; pieces whose block is not a multiple of 32
-or longer than 4096 take a second one to encode. This file checks, keeps tables on the device, and launches;
-`triton_device.py` has what runs there. Triton is imported when `TritonKernels` is made, not before.
+One launch a call, enqueued on the current stream, without waiting for the device; pieces whose block is not a
+multiple of 32, or longer than 4096, take a second one to encode. This file checks, keeps tables on the device, and
+launches; `triton_encode.py` and `triton_decode.py` have what runs there. Triton is imported when `TritonKernels` is
+made, not before.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,16 +42,16 @@ class TritonKernels:
     name = "triton"
 
     def __init__(self) -> None:
-        self._device_code, self._interpreted = _import_device_code()
-        self._device = "cpu" if self._interpreted else "cuda"  # which torch's ROCm says, too
+        self._code = _import_code()
+        self._device = "cpu" if self.interpreted else "cuda"  # which torch's ROCm says, too
         self._tables: dict[tuple[int, torch.dtype, torch.device, bool], _Kept] = {}
         # The interpreter patches triton.language while it runs: one call at a time.
-        self._turn = threading.Lock() if self._interpreted else contextlib.nullcontext()
+        self._turn = threading.Lock() if self.interpreted else contextlib.nullcontext()
 
     @property
     def interpreted(self) -> bool:
         """Whether Triton's interpreter runs the kernels, on CPU tensors (TRITON_INTERPRET=1)."""
-        return self._interpreted
+        return self._code.interpreted
 
     def encode(
         self,
@@ -66,11 +66,8 @@ class TritonKernels:
     def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
         kept = self._checked(pieces, values, payload)
         number, bits_dtype = _TYPES[values.dtype]
-        self._launch(
-            *(self._device_code.decode_kernel, kept.table.main, *kept.main),
-            *(values.view(bits_dtype), payload.data_ptr()),
-            **{"BITS": kept.table.bits, "TYPE": number, "EXACT": kept.table.exact, "WORDS": kept.table.words, "ADD": add},
-        )
+        constants = {**kept.constants, "TYPE": number, "ADD": add}
+        self._launch(self._code.decode_kernel, kept.main, (values.view(bits_dtype), payload.data_ptr()), constants)
 
     def reduce(
         self,
@@ -102,25 +99,22 @@ class TritonKernels:
         number, bits_dtype = _TYPES[values.dtype]
         bits = values.view(bits_dtype)
         addresses = _addresses(payloads, out)
-        if table.headers is not None and kept.headers is not None:
-            self._launch(
-                *(self._device_code.headers_kernel, table.headers, *kept.headers),
-                *(bits, out.data_ptr(), addresses, len(payloads), _bits(scale)),
-                **{"TYPE": number, "WORDS": table.words, "REDUCE": reduce},
-            )
+        constants = {"TYPE": number, "WORDS": table.words, "REDUCE": reduce}
+        if kept.headers is not None:
+            args = (bits, out.data_ptr(), addresses, len(payloads), _bits(scale))
+            self._launch(self._code.headers_kernel, kept.headers, args, constants)
+        constants |= {**kept.constants, "FLAT": kept.headers is not None}
+        constants |= {"STOCHASTIC": rounding.stochastic, "RESIDUAL": residual is not None}
+        lost = values if residual is None else residual
         k0, k1 = key(rounding if rounding.stochastic else NEAREST)
-        self._launch(
-            *(self._device_code.encode_kernel, table.main, *kept.main),
-            *(bits, out.data_ptr(), values if residual is None else residual),
-            *(addresses, len(payloads), _bits(scale), _bits(1.0 / scale), k0, k1),
-            **{"BITS": table.bits, "TYPE": number, "EXACT": table.exact, "FLAT": table.headers is not None},
-            **{"WORDS": table.words, "STOCHASTIC": rounding.stochastic, "RESIDUAL": residual is not None, "REDUCE": reduce},
-        )
+        numbers = (len(payloads), _bits(scale), _bits(1.0 / scale), k0, k1)
+        self._launch(self._code.encode_kernel, kept.main, (bits, out.data_ptr(), lost, addresses, *numbers), constants)
 
-    def _launch(self, kernel: Any, launch: Launch, programs: Tensor, runs: Tensor, *args: Any, **constants: Any) -> None:
+    def _launch(self, kernel: Any, part: _OnDevice, args: Sequence[Any], constants: dict[str, Any]) -> None:
+        launch = part.launch
         constants = {**constants, "ROWS": launch.rows, "TILE": launch.tile}
-        with self._turn, _on(programs.device):
-            self._enqueue(kernel, launch.programs, (programs, runs, *args), constants, launch.warps)
+        with self._turn, _on(part.runs.device):
+            self._enqueue(kernel, launch.programs, (part.programs, part.runs, *args), constants, launch.warps)
 
     def _enqueue(self, kernel: Any, n: int, args: Sequence[Any], constants: dict[str, Any], warps: int) -> None:
         """The one line that calls into Triton."""
@@ -157,8 +151,8 @@ class TritonKernels:
         if self._device == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph is being captured: run the same operation once before, outside of it")
         table = make_table(pieces, values.element_size(), aligned)
-        headers = table.headers.tensors(values.device) if table.headers is not None else None
-        kept = _Kept(pieces, table, table.main.tensors(values.device), headers)
+        headers = _OnDevice(table.headers, *table.headers.tensors(values.device)) if table.headers else None
+        kept = _Kept(pieces, table, _OnDevice(table.main, *table.main.tensors(values.device)), headers)
         if isinstance(pieces, tuple):  # a list may change
             if len(self._tables) >= _KEPT_TABLES:
                 self._tables.clear()
@@ -167,30 +161,49 @@ class TritonKernels:
 
 
 @dataclass(frozen=True, slots=True)
+class _OnDevice:
+    launch: Launch
+    programs: Tensor
+    runs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
     pieces: Sequence[Piece]
     table: Table
-    main: tuple[Tensor, Tensor]
-    headers: tuple[Tensor, Tensor] | None
+    main: _OnDevice
+    headers: _OnDevice | None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"BITS": self.table.bits, "EXACT": self.table.exact, "WORDS": self.table.words}
 
 
-def _import_device_code() -> tuple[ModuleType, bool]:
-    """The module with the kernels, and whether Triton's interpreter runs them."""
+class _Code(NamedTuple):
+    encode_kernel: Any
+    headers_kernel: Any
+    decode_kernel: Any
+    interpreted: bool
+
+
+def _import_code() -> _Code:
     try:
         from triton.runtime import JITFunction
     except ImportError as error:
         raise RuntimeError(
-            "CUDA tensors need Triton, which is not installed: torch for CUDA brings it; else `pip install pytorch-cgx[cuda]`"
+            "CUDA tensors need Triton, which is not installed: torch for CUDA brings it along, "
+            "`pip install pytorch-cgx[cuda]` does without"
         ) from error
-    from torch_cgx.kernels import triton_device
+    from torch_cgx.kernels.triton_decode import decode_kernel
+    from torch_cgx.kernels.triton_encode import encode_kernel, headers_kernel
 
-    return triton_device, not isinstance(triton_device.encode_kernel, JITFunction)
+    return _Code(encode_kernel, headers_kernel, decode_kernel, not isinstance(encode_kernel, JITFunction))
 
 
 def _addresses(payloads: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
-    """2 * address + 1 of each payload, and as many more as make their number a power of two: the kernel is compiled for it.
+    """2 * address + 1 of each payload, and so many more that their number, for which is compiled, is a power of two.
 
-    Odd, because Triton compiles once more for each pattern of addresses that are multiples of 16.
+    Odd, because Triton compiles once more for each pattern of arguments that are multiples of 16.
     """
     slots = [*payloads] or [out]
     room = 1 << (len(slots) - 1).bit_length()
