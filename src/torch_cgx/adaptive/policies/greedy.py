@@ -91,6 +91,8 @@ def relax(problem: Problem) -> Relaxed:
     choice = lightest
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
+        if not low < middle < high:
+            break
         tried = _at_price(problem, np.exp(middle))
         if problem.weight(tried) <= problem.limit:
             choice, high = tried, middle
