@@ -62,21 +62,18 @@ def measured(numel: int, deviation: float, widths: Sequence[int] = range(2, 9)) 
     return LayerStats("layer", numel, deviation * math.sqrt(numel), tuple(candidates))
 
 
-def random_layers(random: np.random.Generator, most: int = 8) -> list[LayerStats]:
-    """At most 8 layers of at most 4 candidates; numbers that are whole, or layers that are equal, in some."""
-    whole, equal = random.random(2) < 0.25
+def random_layers(random: np.random.Generator) -> list[LayerStats]:
+    """Up to 8 layers of 5 candidates; some lists of equal layers, some of errors that are often equal."""
+    equal, coarse = random.random(2) < 0.3
     layers = []
-    for _ in range(random.integers(1, most + 1)):
-        others = random.permutation(len(OTHERS))[: random.integers(0, 4)]
+    for _ in range(random.integers(6, 9)):
+        numel, deviation = int(10 ** random.uniform(2, 4)), 10 ** random.uniform(-1, 0)
         candidates = []
-        for bits, block in [REFERENCE, *(OTHERS[number] for number in others)]:
-            error = 1000 * random.uniform(0.5, 2) / 3**bits
-            candidates.append(
-                Candidate(
-                    bits, block, 8 * int(random.integers(1, 100) + 50 * bits), math.ceil(error) if whole else error
-                )
-            )
-        layers.append(LayerStats("layer", 1000, 1.0, tuple(candidates)))
+        for bits in range(2, 7):
+            error = numel * (deviation / 2**bits) ** 2 * random.uniform(0.7, 1.4)
+            nbytes = 8 * int(numel * bits / 64 * random.uniform(0.9, 1.1) + 1)
+            candidates.append(Candidate(bits, 1024, nbytes, round(error, 1) if coarse else error))
+        layers.append(LayerStats("layer", numel, 1.0, tuple(candidates)))
     return [layers[0]] * len(layers) if equal else layers
 
 
@@ -183,11 +180,11 @@ def test_identical_layers_do_no_worse_than_uniform_and_stay_within_the_limit(nam
 
 
 @pytest.mark.parametrize("least", ["bytes", "error"])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_dynamic_programming_is_within_its_steps_of_the_optimum(seed: int, least: str) -> None:
     random = np.random.default_rng(seed)
     layers = random_layers(random)
-    budget = Budget(least, alpha=random.uniform(0.5, 2))  # type: ignore[arg-type]
+    budget = Budget(least, alpha=random.uniform(0.7, 2))  # type: ignore[arg-type]
     limit = budget.limit(layers)
     found = cost(dynamic_programming.allocate(layers, budget), budget)
     # 1e-5: an allocation so near to the bound is not improved.
@@ -222,13 +219,14 @@ def hull(layer: LayerStats, budget: Budget) -> list[float]:
 
 
 @pytest.mark.parametrize("least", ["bytes", "error"])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_greedy_misses_the_optimum_by_less_than_one_step_of_one_layer(seed: int, least: str) -> None:
     """At the lowest price that the limit admits, what does not fit is one step along one layer's convex hull."""
     random = np.random.default_rng(seed)
     layers = random_layers(random)
-    budget = Budget(least, alpha=random.uniform(1, 2))  # type: ignore[arg-type]
-    best = optimum(layers, budget, budget.limit(layers))
+    budget = Budget(least, alpha=random.uniform(0.7, 2))  # type: ignore[arg-type]
+    limit = max(budget.limit(layers), all_sums(layers, budget)[1].min())
+    best = optimum(layers, budget, limit)
     steps = [before - after for layer in layers for before, after in pairwise(hull(layer, budget))]
     gap = cost(greedy.allocate(layers, budget), budget) - best
     assert gap <= max(steps, default=0.0) * (1 + 1e-9)
@@ -239,7 +237,7 @@ def test_greedy_misses_the_optimum_by_less_than_one_step_of_one_layer(seed: int,
 def test_no_allocation_costs_less_than_the_bound(seed: int, least: str) -> None:
     random = np.random.default_rng(seed)
     layers = random_layers(random)
-    budget = Budget(least, alpha=random.uniform(0.5, 2))  # type: ignore[arg-type]
+    budget = Budget(least, alpha=random.uniform(0.7, 2))  # type: ignore[arg-type]
     best = optimum(layers, budget, budget.limit(layers))
     relaxed = greedy.relax(greedy.Problem.of(layers, budget))
     assert relaxed.bound <= best * (1 + 1e-9)

@@ -11,7 +11,7 @@ its solution by dynamic programming are L-GreCo's, arXiv 2210.17357):
 3. Dynamic programming over those few, counting weight above each layer's least.
 
 Rounding up never breaks the limit. What it may lose: the result costs at most what the best allocation costs within
-W - n * step, n being the number of layers left in 3.
+W - n * step, n being the number of layers left in 3; or 1e-5 of its cost, within which of the bound 1 is good enough.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
     cost = problem.cost(choice)
     if np.isfinite(relaxed.price) and cost - relaxed.bound > _GOOD_ENOUGH * cost:
         improved = _improve(problem, choice, relaxed.price, relaxed.bound)
-        if problem.cost(improved) < cost:
+        if budget.better(_candidates(layers, improved), _candidates(layers, choice), layers):
             choice = improved
     return _candidates(layers, choice)
 
