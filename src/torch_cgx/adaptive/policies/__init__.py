@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch_cgx.adaptive.budget import Budget
 from torch_cgx.adaptive.layers import Candidate, LayerStats
-from torch_cgx.adaptive.policies import dynamic_programming, greedy
+from torch_cgx.adaptive.policies import bayes, dynamic_programming, greedy, kmeans, linear
 
 __all__ = ["POLICIES", "Policy"]
 
@@ -19,4 +19,7 @@ Policy = Callable[[Sequence[LayerStats], Budget], list[Candidate]]
 POLICIES: dict[str, Policy] = {
     "dynamic_programming": dynamic_programming.allocate,
     "greedy": greedy.allocate,
+    "kmeans": kmeans.allocate,
+    "linear": linear.allocate,
+    "bayes": bayes.allocate,  # needs optuna
 }

@@ -11,7 +11,7 @@ its solution by dynamic programming are L-GreCo's, arXiv 2210.17357):
 3. Dynamic programming over those few, counting weight above each layer's least.
 
 Rounding up never breaks the limit. What it may lose: the result costs at most what the best allocation costs within
-W - n * step, n being the number of layers left in 3.
+W - n * step, n being the number of layers left in 3; or 1e-5 of its cost, within which of the bound 1 is good enough.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
     cost = problem.cost(choice)
     if np.isfinite(relaxed.price) and cost - relaxed.bound > _GOOD_ENOUGH * cost:
         improved = _improve(problem, choice, relaxed.price, relaxed.bound)
-        if problem.cost(improved) < cost:
+        if budget.better(_candidates(layers, improved), _candidates(layers, choice), layers):
             choice = improved
     return _candidates(layers, choice)
 
@@ -82,20 +82,36 @@ def _fill(costs: np.ndarray, weights: np.ndarray, room: float, steps: int) -> Ch
     """Step 3: which candidate of each layer."""
     with np.errstate(divide="ignore", invalid="ignore"):
         units = np.where(weights > 0, np.ceil(weights / (room / steps) if room > 0 else np.inf), 0.0)
-    best = np.zeros(steps + 1)  # the least cost of the layers so far, with at most so many steps
-    taken = np.zeros((len(costs), steps + 1), dtype=np.uint8)
-    for layer in range(len(costs)):
-        least = np.full(steps + 1, np.inf)
-        for number in np.flatnonzero(units[layer] <= steps).tolist():
+    worth = _worth_trying(costs, units, steps)
+    most = [int(units[layer, numbers[-1]]) for layer, numbers in enumerate(worth)]
+    order = np.argsort(most, kind="stable").tolist()  # those last that need a long table
+    reach = np.minimum(np.cumsum(np.array(most)[order]), steps).tolist()
+    best = np.zeros(1)  # the least cost of the layers so far, with at most so many steps; more make no difference
+    taken = []
+    for layer, last in zip(order, reach, strict=True):
+        best = np.append(best, np.full(last + 1 - len(best), best[-1]))
+        least = np.full(last + 1, np.inf)
+        numbers = np.zeros(last + 1, dtype=np.uint8)
+        for number in worth[layer]:
             start = int(units[layer, number])
-            tried = best[: steps + 1 - start] + costs[layer, number]
-            less = tried < least[start:]
-            np.copyto(least[start:], tried, where=less)
-            taken[layer, start:][less] = number
+            tried = best[: last + 1 - start] + costs[layer, number]
+            np.copyto(numbers[start:], number, where=tried < least[start:])
+            np.minimum(least[start:], tried, out=least[start:])
         best = least
+        taken.append(numbers)
     choice = np.zeros(len(costs), dtype=np.int64)
     left = steps
-    for layer in range(len(costs) - 1, -1, -1):
-        choice[layer] = taken[layer, left]
+    for layer, last, numbers in zip(reversed(order), reversed(reach), reversed(taken), strict=True):
+        left = min(left, last)
+        choice[layer] = numbers[left]
         left -= int(units[layer, choice[layer]])
     return choice
+
+
+def _worth_trying(costs: np.ndarray, units: np.ndarray, steps: int) -> list[list[int]]:
+    """The candidates of each layer that cost less than every one with as few steps, in the order of steps."""
+    order = np.lexsort((costs, units))
+    ordered = np.where(np.take_along_axis(units, order, 1) <= steps, np.take_along_axis(costs, order, 1), np.inf)
+    before = np.minimum.accumulate(ordered, 1)[:, :-1]
+    worth = ordered < np.concatenate([np.full((len(costs), 1), np.inf), before], 1)
+    return [numbers[those].tolist() for numbers, those in zip(order, worth, strict=True)]

@@ -91,6 +91,8 @@ def relax(problem: Problem) -> Relaxed:
     choice = lightest
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
+        if not low < middle < high:
+            break
         tried = _at_price(problem, np.exp(middle))
         if problem.weight(tried) <= problem.limit:
             choice, high = tried, middle
@@ -98,6 +100,7 @@ def relax(problem: Problem) -> Relaxed:
             low = middle
     price = float(np.exp(high))
     bound = float(np.where(finite, costs + price * weights, np.inf).min(1).sum() - price * problem.limit)
+    bound -= len(costs) * np.finfo(float).eps * price * problem.limit  # rounding, at high prices more than all costs
     return Relaxed(choice, price, bound)
 
 
@@ -123,9 +126,9 @@ def spend(problem: Problem, choice: Choice) -> Choice:
     left = problem.limit - float(weight.sum())
     saved, more = cost[:, None] - problem.costs, problem.weights - weight[:, None]
     layer, candidate = np.nonzero((saved > 0) & (more <= left))
-    order = np.argsort(
-        -saved[layer, candidate] / np.maximum(more[layer, candidate], np.finfo(float).tiny), kind="stable"
-    )
+    with np.errstate(over="ignore"):  # what weighs no more comes first
+        gain = saved[layer, candidate] / np.maximum(more[layer, candidate], np.finfo(float).tiny)
+    order = np.argsort(-gain, kind="stable")
     for i, j in zip(layer[order].tolist(), candidate[order].tolist(), strict=True):
         extra = problem.weights[i, j] - problem.weights[i, choice[i]]
         if problem.costs[i, j] < problem.costs[i, choice[i]] and extra <= left:
