@@ -71,6 +71,8 @@ class Samples:
     def measure(self, candidates: Sequence[Compression], kernels: Kernels) -> Tensor:
         """For each layer its squared norm, and the squared error with each candidate; NaN where it is not finite."""
         samples = list(self._samples.values())
+        if not samples:
+            return torch.empty(0, 1 + len(candidates), dtype=torch.float64)
         flat = torch.cat([sample.mean.view(-1) for sample in samples])
         numels = [sample.mean.numel() for sample in samples]
         columns = [_squares(flat, numels)]
