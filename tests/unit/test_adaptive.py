@@ -41,7 +41,7 @@ DECAY = 0.9  # from one sampled step to the next
         ({"period": 2.5}, "period: expected 1 step or more, got 2.5"),
         ({"warmup": 0}, "warmup: expected 1 step or more, got 0"),
         ({"alpha": 0.0}, "alpha: expected more than 0, got 0.0"),
-        ({"least": "time"}, "least: expected \"bytes\" or \"error\", got 'time'"),
+        ({"least": "time"}, 'least: expected "bytes" or "error", got \'time\''),
         ({"layer_alpha": 0.5}, "layer_alpha: expected 1 or more, or None, got 0.5"),
         ({"target_step_time": 0.0}, 'target_step_time: expected seconds, "auto" or None, got 0.0'),
         ({"target_step_time": "soon"}, "target_step_time: expected seconds, \"auto\" or None, got 'soon'"),
@@ -207,7 +207,7 @@ def test_bits_that_cost_no_time_are_not_saved() -> None:
 def test_between_two_trials_time_grows_evenly_with_bytes() -> None:
     options = AdaptiveBits(target_step_time=0.15)
     tried = trials(exact=0.4, bits8=0.2, bits4=0.1, bits2=0.1)
-    bits, nbytes, error, reason = chosen(options, tried)
+    _, nbytes, error, reason = chosen(options, tried)
     middle = (tried[1].nbytes + tried[2].nbytes) / 2 / tried[2].nbytes
     assert 0.85 * middle < nbytes <= middle * (1 + 1e-9)
     assert error < 0.05
