@@ -116,7 +116,6 @@ def draw(history: History, path: Path) -> None:
     names, choices = history.names, history.choices
     edges = [*(choice.step for choice in choices), history.end]
     colours = ListedColormap(COLOURS)
-    colours.set_bad("white")
     places = [[_place(choice.bits.get(name)) for choice in choices] for name in names]
     height = min(max(2.6, 1.5 + 0.24 * len(names)), 16.0)
     figure = Figure(figsize=(10, height), layout="constrained")
