@@ -211,6 +211,20 @@ def test_auto_tries_exact_the_most_bits_and_the_reference_and_tells_their_times(
     assert bits == {32} or max(bits) <= 8
 
 
+def nothing_to_choose(me: Rank, adaptive: Any) -> Any:
+    ddp, state = made(adaptive, overrides={"*.weight": {"bits": 6}})
+    steps(ddp, me.rank, 0, 66)
+    assert {layer.bits for layer in state.report().layers if layer.name in FREE} == {6}
+    return flat(ddp), choices_of(state)
+
+
+def test_without_a_free_layer_training_goes_on() -> None:
+    for adaptive in ("auto", OFTEN):
+        results = run_ranks(nothing_to_choose, 2, "cgx", adaptive, timeout_s=60)
+        same_on_all_ranks([end for end, _ in results])
+        assert {(each["reason"], len(each["layers"])) for each in results[0][1]} == {("no layer is free to choose", 0)}
+
+
 def alone(me: Rank) -> None:
     ddp, state = made()
     steps(ddp, me.rank, 0, 9)

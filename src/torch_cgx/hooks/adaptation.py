@@ -148,6 +148,9 @@ class Adaptation:
     def _choose(self, step: int, group: ProcessGroupCGX) -> None:
         samples = self._samples
         assert samples is not None
+        if not samples.names:
+            self.choices.append(Choice(step, decide((), self.options, self.reference, ()).reason, {}))
+            return
         kernels = default_kernels(group.settings.simd)
         measured = samples.measure(self._candidates, kernels)
         seconds = [median(each) if each else 0.0 for each in self._step_s]
