@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -123,6 +125,33 @@ def test_what_is_chosen_is_what_is_sent() -> None:
         assert fewest["bytes_after"] < least["bytes_after"] <= uniform["bytes_after"]
 
 
+def resumed(me: Rank, at: int, ddp_options: dict[str, Any]) -> None:
+    through, state = made(OFTEN, ddp_options)
+    steps(through, me.rank, 0, 14)
+
+    broken, before = made(OFTEN, ddp_options)
+    steps(broken, me.rank, 0, at)
+    file = io.BytesIO()
+    torch.save({"model": broken.module.state_dict(), "hook": before.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    module = Uneven()
+    module.load_state_dict(saved["model"])
+    ddp = DistributedDataParallel(module, **ddp_options)
+    after = hook(ddp, adaptive=OFTEN, overrides=KEPT)
+    after.load_state_dict(saved["hook"])
+    assert choices_of(after) == choices_of(before)
+    steps(ddp, me.rank, at, 14)
+    assert len(choices_of(state)) == 3
+    assert choices_of(after) == choices_of(state)
+    assert torch.equal(flat(ddp), flat(through))
+
+
+@pytest.mark.parametrize("at", [2, 6, 8], ids=["before the first choice", "inside of a period", "when a choice is due"])
+def test_a_resumed_training_makes_the_same_choices(at: int) -> None:
+    run_ranks(resumed, 2, "cgx", at, {**ALIKE, "bucket_cap_mb": 0.01})
+
+
 def pickled(me: Rank) -> Tensor:
     """Without names until they are given again, as scripts do that save the whole DDP object."""
     through, state = made(OFTEN, ALIKE)
@@ -141,6 +170,24 @@ def pickled(me: Rank) -> Tensor:
 
 def test_a_pickled_ddp_object_keeps_its_choices() -> None:
     same_on_all_ranks(run_ranks(pickled, 2, "cgx"))
+
+
+def unnamed(me: Rank) -> Tensor:
+    """A state that never hears names, goes on in grad buckets that are made anew."""
+    ddp = DistributedDataParallel(Uneven())
+    state = CGXState(adaptive=OFTEN)
+    ddp.register_comm_hook(state, cgx_hook)
+    steps(ddp, me.rank, 0, 6)
+    again = DistributedDataParallel(ddp.module, bucket_cap_mb=0.02)
+    other = pickle.loads(pickle.dumps(state))
+    again.register_comm_hook(other, cgx_hook)
+    steps(again, me.rank, 6, 14)
+    assert [each["step"] for each in choices_of(other)] == [4, 8, 12]
+    return flat(again)
+
+
+def test_a_state_without_names_goes_on_in_other_grad_buckets() -> None:
+    same_on_all_ranks(run_ranks(unnamed, 2, "cgx"))
 
 
 def nan_on_one_rank(me: Rank) -> Any:
