@@ -258,6 +258,24 @@ def test_auto_tries_exact_the_most_bits_and_the_reference_and_tells_their_times(
     assert bits == {32} or max(bits) <= 8
 
 
+def resumed_before_the_start(me: Rank) -> list[int]:
+    """Exact steps must not be timed as though they were compressed."""
+    ddp, before = made("auto", start_step=10)
+    steps(ddp, me.rank, 0, 2)
+    ddp, state = made("auto", start_step=10)
+    state.load_state_dict(before.state_dict())
+    seen = []
+    for step in range(2, 26):
+        steps(ddp, me.rank, step, step + 1)
+        seen.append(next(layer.bits for layer in state.report().layers if layer.name == "loud.weight"))
+    return seen
+
+
+def test_trials_wait_for_the_first_compressed_step_of_a_resumed_training() -> None:
+    for seen in run_ranks(resumed_before_the_start, 2, "cgx"):
+        assert seen == [4] * 11 + [32] * 6 + [8] * 6 + [4]
+
+
 def nothing_to_choose(me: Rank, adaptive: Any) -> Any:
     ddp, state = made(adaptive, overrides={"*.weight": {"bits": 6}})
     steps(ddp, me.rank, 0, 66)

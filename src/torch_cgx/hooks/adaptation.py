@@ -78,11 +78,15 @@ class Adaptation:
         self._others: Samples | None = None  # of layers that have changed since
         self._began_at: float | None = None  # this step's first grad bucket
         self._step_s: list[list[float]] = [[] for _ in self._tried]
-        self._resume(start_step)
+        self._start_step = start_step
+        self._resume(0)
 
     def _resume(self, step: int) -> None:
-        """Times are of this group and this machine, so trials are made wherever a training begins or goes on."""
-        self._trials_from = step + _FIRST_TRIAL
+        """Times are of this group and this machine, so trials are made wherever a training begins or goes on.
+
+        Not while all steps are exact, though.
+        """
+        self._trials_from = max(step, self._start_step) + _FIRST_TRIAL
         self._trials_until = self._trials_from + _TRIAL_ROUNDS * _TRIAL_STEPS * len(self._tried)
 
     def compression(self, name: str, step: int) -> Compression:
