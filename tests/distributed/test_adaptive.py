@@ -299,3 +299,19 @@ def alone(me: Rank) -> None:
 
 def test_a_group_of_one_chooses_too(backend: str) -> None:
     run_ranks(alone, 1, backend)
+
+
+def measured_anew(me: Rank) -> None:
+    """A layer's error in the report is that of its present bits."""
+    ddp, state = made(AdaptiveBits(period=100, warmup=5, bits_range=(8, 8), least="error", alpha=3.0))
+    steps(ddp, me.rank, 0, 5)
+    before = {layer.name: layer.relative_error for layer in state.report().layers if layer.name in FREE}
+    steps(ddp, me.rank, 5, 6)
+    after = {layer.name: layer for layer in state.report().layers if layer.name in FREE}
+    for name, layer in after.items():
+        assert layer.bits == 8
+        assert layer.relative_error is not None and layer.relative_error < 0.3 * before[name]
+
+
+def test_errors_in_the_report_are_those_of_the_bits_beside_them() -> None:
+    run_ranks(measured_anew, 2, "cgx")

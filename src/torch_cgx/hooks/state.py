@@ -250,7 +250,7 @@ class CGXState:
         """Other bits have been chosen."""
         for known in self._buckets.values():
             for layer in known.free_layers:
-                layer.compression = self._chosen(layer.name)
+                layer.change_to(self._chosen(layer.name))
             known.refresh()
             self._lay_out_residual(known)
 
