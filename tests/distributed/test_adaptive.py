@@ -91,6 +91,8 @@ def over_several_periods(me: Rank) -> Any:
         assert {layer.bits for name, layer in layers.items() if name not in {*FREE, "kept.weight"}} == {32}
         assert choices[-1]["reason"] in str(state.report())
         assert all(torch.isfinite(parameter).all() for parameter in ddp.parameters())
+        kept = {name for name, residual in state.state_dict()["residuals"].items() if residual.any()}
+        assert kept == ({*FREE, "kept.weight"} if options else set())
         ends.append((flat(ddp), choices))
     _, (bits, second), (bits_again, second_again) = ends
     assert torch.equal(bits, bits_again) and second == second_again, "alike, yet not the same"
