@@ -50,12 +50,11 @@ class AdaptiveBits:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: expected one of {', '.join(POLICIES)}; got {self.policy!r}")
-        low, high = self.bits_range
-        if not (isinstance(low, int) and isinstance(high, int) and 1 <= low <= high <= 8):
+        if not _is_range(self.bits_range):
             raise ValueError(f"bits_range: expected two widths from 1 to 8, the lower first, got {self.bits_range}")
-        if self.period < 1:
+        if not (isinstance(self.period, int) and self.period >= 1):
             raise ValueError(f"period: expected 1 step or more, got {self.period}")
-        if self.warmup < 1:
+        if not (isinstance(self.warmup, int) and self.warmup >= 1):
             raise ValueError(f"warmup: expected 1 step or more, got {self.warmup}")
         if self.layer_alpha is not None and not self.layer_alpha >= 1:
             raise ValueError(f"layer_alpha: expected 1 or more, or None, got {self.layer_alpha}")
@@ -93,3 +92,12 @@ class AdaptiveBits:
                 blocks.append(_BLOCK_OF_ONE_BIT)
             found |= {Compression(bits, block): None for block in blocks}
         return tuple(found)
+
+
+def _is_range(given: object) -> bool:
+    return (
+        isinstance(given, (tuple, list))
+        and len(given) == 2
+        and all(isinstance(each, int) for each in given)
+        and 1 <= given[0] <= given[1] <= 8
+    )

@@ -75,14 +75,17 @@ class Adaptation:
         self._candidates = options.candidates(reference)
         self._tried = contenders(options, reference)
         self._samples: Samples | None = None
-        self._saved: Mapping[str, Tensor] = {}
+        self._others: Samples | None = None  # of layers that have changed since
         self._began_at: float | None = None  # this step's first grad bucket
         self._step_s: list[list[float]] = [[] for _ in self._tried]
         self._start_step = start_step
-        self._resume(start_step)
+        self._resume(0)
 
     def _resume(self, step: int) -> None:
-        """Times are of this group and this machine, so trials are made wherever a training begins or goes on."""
+        """Times are of this group and this machine, so trials are made wherever a training begins or goes on.
+
+        Not while all steps are exact, though.
+        """
         self._trials_from = max(step, self._start_step) + _FIRST_TRIAL
         self._trials_until = self._trials_from + _TRIAL_ROUNDS * _TRIAL_STEPS * len(self._tried)
 
@@ -111,18 +114,17 @@ class Adaptation:
         if not self._is_sampled(step):
             return
         if self._samples is None or not self._samples.has(bucket.free_layers):
-            self.forget_layers()
+            before = self._samples or self._others
             pairs = [(layer, each.dtype.itemsize) for each in buckets for layer in each.free_layers]
             self._samples = Samples([layer for layer, _ in pairs], [size for _, size in pairs], self.reference.block)
-            self._samples.load(self._saved)
-            self._saved = {}
+            if before is not None:
+                self._samples.take_over(before)
         self._samples.add(bucket.free_layers, buffer)
 
-    def forget_layers(self) -> None:
-        """They are other ones from now on."""
-        if self._samples is not None:
-            self._saved = self._samples.state_dict()
-            self._samples = None
+    def know_layers(self, numels: Mapping[str, int]) -> None:
+        """What the model has, by name: where samples are of others, new ones have to be made."""
+        if self._samples is not None and not self._samples.fits(numels):
+            self._others, self._samples = self._samples, None
 
     # ---- when ----
 
@@ -149,6 +151,9 @@ class Adaptation:
     def _choose(self, step: int, group: ProcessGroupCGX) -> None:
         samples = self._samples
         assert samples is not None
+        if not samples.names:
+            self.choices.append(Choice(step, decide((), self.options, self.reference, ()).reason, {}))
+            return
         kernels = default_kernels(group.settings.simd)
         measured = samples.measure(self._candidates, kernels)
         seconds = [median(each) if each else 0.0 for each in self._step_s]
@@ -212,12 +217,12 @@ class Adaptation:
     def state_dict(self) -> dict[str, Any]:
         return {
             "choices": [choice.as_dict() for choice in self.choices],
-            "samples": self._samples.state_dict() if self._samples is not None else dict(self._saved),
+            "samples": None if self._samples is None else self._samples.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
         self.choices = [Choice.of(each) for each in saved["choices"]]
-        self._samples, self._saved = None, saved["samples"]
+        self._samples = None if saved["samples"] is None else Samples.of(saved["samples"])
         self._began_at = None
         self._step_s = [[] for _ in self._tried]
         self._resume(step)

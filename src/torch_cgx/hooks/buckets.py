@@ -39,10 +39,16 @@ class KnownLayer:
 
     def take_over(self, before: KnownLayer) -> None:
         """What was seen of it while it lay in another grad bucket."""
-        self.relative_error = before.relative_error
+        if before.compression == self.compression:
+            self.relative_error = before.relative_error
         self.nonfinite_step = before.nonfinite_step
         self.nonfinite_here = before.nonfinite_here
         self.nonfinite_elsewhere = before.nonfinite_elsewhere
+
+    def change_to(self, compression: Compression) -> None:
+        if compression != self.compression:
+            self.compression = compression
+            self.relative_error = None  # it was the other's
 
     @property
     def is_unexplained(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +27,19 @@ _DECAY = 0.9  # from one sampled step to the next
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Which values of a layer are looked at: `count` pieces of `span` values, `stride` apart; and their mean."""
+    """Which values of a layer are looked at: pieces of it, `stride` apart; and their mean, one row a piece."""
 
     numel: int  # of the layer
     itemsize: int
-    count: int
-    span: int
     stride: int
     mean: Tensor
 
     def of(self, gradient: Tensor) -> Tensor:
-        return gradient[: self.count * self.stride].view(self.count, self.stride)[:, : self.span]
+        count, span = self.mean.shape
+        return gradient[: count * self.stride].view(count, self.stride)[:, :span]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numel": self.numel, "itemsize": self.itemsize, "stride": self.stride, "mean": self.mean.clone()}
 
 
 class Samples:
@@ -55,7 +58,11 @@ class Samples:
         return list(self._samples)
 
     def has(self, layers: Sequence[KnownLayer]) -> bool:
-        return all(layer.name in self._samples for layer in layers)
+        return all(layer.name in self._samples and self._samples[layer.name].numel == layer.numel for layer in layers)
+
+    def fits(self, numels: Mapping[str, int]) -> bool:
+        """Whether all of these layers are among those."""
+        return all(numels.get(name) == sample.numel for name, sample in self._samples.items())
 
     def add(self, layers: Sequence[KnownLayer], buffer: Tensor) -> None:
         """Take this step's gradients of these layers in."""
@@ -71,6 +78,8 @@ class Samples:
     def measure(self, candidates: Sequence[Compression], kernels: Kernels) -> Tensor:
         """For each layer its squared norm, and the squared error with each candidate; NaN where it is not finite."""
         samples = list(self._samples.values())
+        if not samples:
+            return torch.empty(0, 1 + len(candidates), dtype=torch.float64)
         flat = torch.cat([sample.mean.view(-1) for sample in samples])
         numels = [sample.mean.numel() for sample in samples]
         columns = [_squares(flat, numels)]
@@ -101,14 +110,22 @@ class Samples:
         quantizer = MaxMin(compression.bits, compression.block, skip_incomplete)
         return sum(quantizer.payload_nbytes(sample.numel, sample.itemsize) for sample in self._samples.values())
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: sample.mean.clone() for name, sample in self._samples.items()}
+    def state_dict(self) -> dict[str, Any]:
+        return {name: sample.state_dict() for name, sample in self._samples.items()}
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Those that fit; the others begin anew."""
-        for name, mean in saved.items():
-            if name in self._samples and self._samples[name].mean.numel() == mean.numel():
-                self._samples[name].mean.copy_(mean)
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Samples:
+        """What `state_dict` has returned: whole, before any grad bucket is seen again."""
+        found = cls((), (), 1)
+        found._samples = {name: _Sample(**{**each, "mean": each["mean"].clone()}) for name, each in saved.items()}
+        return found
+
+    def take_over(self, before: Samples) -> None:
+        """The means of layers that are sampled alike; the others begin anew."""
+        for name, sample in self._samples.items():
+            other = before._samples.get(name)
+            if other is not None and (other.numel, other.mean.shape) == (sample.numel, sample.mean.shape):
+                sample.mean.copy_(other.mean)
 
     def _table(self, candidate: Compression) -> tuple[tuple[Piece, ...], int]:
         """All samples as pieces of one tensor, and the bytes of their payloads; made once, as kernels cache by it."""
@@ -129,8 +146,8 @@ def _sample(numel: int, itemsize: int, most: int, block: int) -> _Sample:
     span = max(block, 1024)
     count = max(1, most // span)
     if numel <= count * span:
-        return _Sample(numel, itemsize, 1, numel, numel, torch.zeros(1, numel))
-    return _Sample(numel, itemsize, count, span, numel // count, torch.zeros(count, span))
+        return _Sample(numel, itemsize, numel, torch.zeros(1, numel))
+    return _Sample(numel, itemsize, numel // count, torch.zeros(count, span))
 
 
 def _squares(flat: Tensor, numels: Sequence[int]) -> Tensor:

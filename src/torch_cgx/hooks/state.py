@@ -125,7 +125,7 @@ class CGXState:
         self._numels = {name: parameter.numel() for name, parameter in named.items()}
         self._drop_residuals_of_others()
         if self._adaptation is not None:
-            self._adaptation.forget_layers()
+            self._adaptation.know_layers(self._numels)
         self._buckets.clear()
         self._layers.clear()
 
@@ -250,7 +250,7 @@ class CGXState:
         """Other bits have been chosen."""
         for known in self._buckets.values():
             for layer in known.free_layers:
-                layer.compression = self._chosen(layer.name)
+                layer.change_to(self._chosen(layer.name))
             known.refresh()
             self._lay_out_residual(known)
 
@@ -363,6 +363,8 @@ class CGXState:
     def _load_adaptation(self, saved: Mapping[str, Any] | None) -> None:
         if self._adaptation is not None and saved is not None:
             self._adaptation.load_state_dict(saved, self._step)
+            if self._names:
+                self._adaptation.know_layers(self._numels)
 
 
 def _only(future: torch.futures.Future[list[Tensor]]) -> Tensor:
