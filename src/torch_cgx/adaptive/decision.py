@@ -12,7 +12,7 @@ from torch_cgx.adaptive.options import AUTO, AdaptiveBits
 from torch_cgx.adaptive.policies import POLICIES
 from torch_cgx.config import Compression
 
-__all__ = ["EXACT", "Decision", "Trial", "contenders", "decide"]
+__all__ = ["EXACT", "Decision", "Trial", "contenders", "decide", "limited"]
 
 EXACT = Compression(bits=32)
 _NO_LONGER = 1.01  # times the fastest: what measuring a step cannot tell from none
@@ -65,15 +65,15 @@ def decide(
             budget = replace(budget, least="error", alpha=room / reference_nbytes)
         if room < reference_nbytes:
             layer_alpha = None
-    limited = [_limited(layer, budget, layer_alpha) for layer in layers]
-    allocation = POLICIES[options.policy](limited, budget)
+    allowed = [limited(layer, budget, layer_alpha) for layer in layers]
+    allocation = POLICIES[options.policy](allowed, budget)
     return Decision(
         tuple(Compression(each.bits, each.block) for each in allocation),
         _reason(layers, allocation, budget, options.policy) + told,
     )
 
 
-def _limited(layer: LayerStats, budget: Budget, layer_alpha: float | None) -> LayerStats:
+def limited(layer: LayerStats, budget: Budget, layer_alpha: float | None) -> LayerStats:
     """Without the candidates that lose too much of this layer alone."""
     if layer_alpha is None:
         return layer

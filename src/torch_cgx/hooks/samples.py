@@ -74,10 +74,12 @@ class Samples:
         flat = torch.cat([sample.mean.view(-1) for sample in samples])
         numels = [sample.mean.numel() for sample in samples]
         columns = [_squares(flat, numels)]
-        for candidate in candidates:
-            pieces, nbytes = self._table(candidate)
-            lost = torch.zeros_like(flat)
-            kernels.encode(pieces, flat, torch.empty(nbytes, dtype=torch.uint8), NEAREST, lost)
+        tables = [self._table(candidate) for candidate in candidates]
+        # One buffer for all candidates: new memory for each would cost more than the kernels do.
+        lost = torch.empty_like(flat)
+        payload = torch.empty(max((nbytes for _, nbytes in tables), default=0), dtype=torch.uint8)
+        for pieces, nbytes in tables:
+            kernels.encode(pieces, flat, payload[:nbytes], NEAREST, lost.zero_())
             columns.append(_squares(lost, numels))
         found = torch.stack(columns, 1)
         found *= torch.tensor([sample.numel / max(1, sample.mean.numel()) for sample in samples])[:, None]
@@ -89,8 +91,9 @@ class Samples:
 
     def stats(self, measured: Tensor, candidates: Sequence[Compression], skip_incomplete: bool) -> list[LayerStats]:
         """What policies take, of what `measure` has returned."""
+        quantizers = [MaxMin(each.bits, each.block, skip_incomplete) for each in candidates]
         return [
-            LayerStats(name, sample.numel, row[0] ** 0.5, _candidates(sample, candidates, row[1:], skip_incomplete))
+            LayerStats(name, sample.numel, row[0] ** 0.5, _candidates(sample, quantizers, row[1:]))
             for (name, sample), row in zip(self._samples.items(), measured.tolist(), strict=True)
         ]
 
@@ -138,15 +141,8 @@ def _squares(flat: Tensor, numels: Sequence[int]) -> Tensor:
     return torch.stack(torch._foreach_norm(torch.split(flat, list(numels)))).to(torch.float64).square_()
 
 
-def _candidates(
-    sample: _Sample, candidates: Sequence[Compression], errors: Sequence[float], skip_incomplete: bool
-) -> tuple[Candidate, ...]:
+def _candidates(sample: _Sample, quantizers: Sequence[MaxMin], errors: Sequence[float]) -> tuple[Candidate, ...]:
     return tuple(
-        Candidate(
-            each.bits,
-            each.block,
-            MaxMin(each.bits, each.block, skip_incomplete).payload_nbytes(sample.numel, sample.itemsize),
-            error,
-        )
-        for each, error in zip(candidates, errors, strict=True)
+        Candidate(each.bits, each.block, each.payload_nbytes(sample.numel, sample.itemsize), error)
+        for each, error in zip(quantizers, errors, strict=True)
     )
