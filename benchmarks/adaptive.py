@@ -256,10 +256,23 @@ def many_layers(layers: Sequence[LayerStats], count: int) -> list[LayerStats]:
     return found
 
 
-def time_policies(layers: Sequence[LayerStats]) -> dict[str, list[float | None]]:
+def usable(layers: Sequence[LayerStats]) -> dict[str, Policy]:
+    """Without those that need what is not installed."""
+    found = {}
+    for name, policy in POLICIES.items():
+        try:
+            policy(layers[:1], Budget(bits=REFERENCE.bits, block=REFERENCE.block))
+        except ImportError as error:
+            print(f"left out: {error}", file=sys.stderr)
+        else:
+            found[name] = policy
+    return found
+
+
+def time_policies(policies: Mapping[str, Policy], layers: Sequence[LayerStats]) -> dict[str, list[float | None]]:
     """Milliseconds for each of LAYERS; None where fewer layers took too long already."""
     found: dict[str, list[float | None]] = {}
-    for name, policy in POLICIES.items():
+    for name, policy in policies.items():
         found[name] = []
         for count in LAYERS:
             too_long = any(each is None or each > 1e3 * TOO_LONG_S for each in found[name])
@@ -270,10 +283,12 @@ def time_policies(layers: Sequence[LayerStats]) -> dict[str, list[float | None]]
 # ---- what is printed ----
 
 
-def judge_all(recorded: Recorded) -> dict[str, dict[str, dict[str, list[dict[str, Any]]]]]:
+def judge_all(
+    recorded: Recorded, policies: Mapping[str, Policy]
+) -> dict[str, dict[str, dict[str, list[dict[str, Any]]]]]:
     """By model, by row of its table, by what is to be least."""
     rows: dict[str, tuple[str, float | None]] = {}
-    for name in POLICIES:
+    for name in policies:
         rows[name] = (name, None)
         if name == DEFAULT:
             rows[f"{name}, layer_alpha {OPTIONS.layer_alpha:g}"] = (name, OPTIONS.layer_alpha)
@@ -377,12 +392,13 @@ def main() -> int:
             if options.cache:
                 saved = {each: [window.as_dict() for window in windows] for each, windows in recorded.items()}
                 options.cache.write_text(json.dumps(saved))
-    judged = judge_all(recorded)
+    policies = usable(recorded["GPT"][0].layers)
+    judged = judge_all(recorded, policies)
     for model, rows in judged.items():
         layers = recorded[model][0].layers
         print(f"{model}: {len(layers)} layers, {sum(layer.numel for layer in layers):,} values\n")
         print(f"{table(rows)}\n\n{notes(rows)}\n")
-    times = time_policies(recorded["GPT"][0].layers)
+    times = time_policies(policies, recorded["GPT"][0].layers)
     print(f"{time_table(times)}\n")
     print("*: beyond the budget, as far as the policy knew")
     for told, met in goals(judged, times):

@@ -85,7 +85,7 @@ def _room(trials: Sequence[Trial], target: float | str) -> tuple[float, str]:
     """How many bytes meet the target, and what was measured. Between two trials, time is taken to grow evenly.
 
     It grows the faster the more bytes there are, since the first ones hide behind backward: so a step is never slower
-    than that.
+    than that. Where nobody has named seconds, bytes that were not seen to be free are not spent.
     """
     limit = _NO_LONGER * min(trial.seconds for trial in trials) if target == AUTO else float(target)
     told = "a step takes " + ", ".join(f"{_ms(trial.seconds)} {_how(trial.compression)}" for trial in trials)
@@ -95,6 +95,8 @@ def _room(trials: Sequence[Trial], target: float | str) -> tuple[float, str]:
         return trials[0].nbytes, told
     for more, fewer in pairwise(trials):
         if fewer.seconds <= limit:
+            if target == AUTO:
+                return fewer.nbytes, told
             share = (limit - fewer.seconds) / (more.seconds - fewer.seconds)
             return fewer.nbytes + share * (more.nbytes - fewer.nbytes), told
     return trials[-1].nbytes, told
