@@ -36,6 +36,8 @@ class _Sample:
     mean: Tensor
 
     def of(self, gradient: Tensor) -> Tensor:
+        if self.mean.dim() == 1:
+            return gradient
         return gradient[: self.count * self.stride].view(self.count, self.stride)[:, : self.span]
 
 
@@ -111,7 +113,7 @@ class Samples:
         """Those that fit; the others begin anew."""
         for name, mean in saved.items():
             if name in self._samples and self._samples[name].mean.numel() == mean.numel():
-                self._samples[name].mean.copy_(mean)
+                self._samples[name].mean.copy_(mean.view_as(self._samples[name].mean))
 
     def _table(self, candidate: Compression) -> tuple[tuple[Piece, ...], int]:
         """All samples as pieces of one tensor, and the bytes of their payloads; made once, as kernels cache by it."""
@@ -132,7 +134,7 @@ def _sample(numel: int, itemsize: int, most: int, block: int) -> _Sample:
     span = max(block, 1024)
     count = max(1, most // span)
     if numel <= count * span:
-        return _Sample(numel, itemsize, 1, numel, numel, torch.zeros(1, numel))
+        return _Sample(numel, itemsize, 1, numel, numel, torch.zeros(numel))  # all of it, as it lies
     return _Sample(numel, itemsize, count, span, numel // count, torch.zeros(count, span))
 
 
