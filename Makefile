@@ -3,7 +3,8 @@
 #   make demo      train one model with gloo and with cgx at 4 bits, and compare
 #   make test      lint, then all tests
 #   make lint      formatting, lint and types
-#   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory
+#   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory;
+#                  what bits that choose themselves save (ACCURACY_DATA: the folder of data)
 #   make accuracy  train with and without compression, five seeds each, and compare (ACCURACY_DATA: the folder of data)
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
@@ -59,6 +60,9 @@ bench: $(STAMP)
 		--json $(RESULTS)/nodes-2x2-1gbit-no-broadcast.json
 	$(BIN)/python benchmarks/mpi_link.py --mpiexec $(VENV)/mpich/bin/mpiexec --json $(RESULTS)/mpi-link-1gbit.json
 	$(BIN)/python benchmarks/hook.py --json $(RESULTS)/hook.json
+	$(BIN)/python benchmarks/adaptive.py --data $(ACCURACY_DATA) --json $(RESULTS)/adaptive.json
+	$(BIN)/python benchmarks/adaptive_speed.py --json $(RESULTS)/adaptive-speed.json
+	$(BIN)/python benchmarks/adaptive_cost.py --json $(RESULTS)/adaptive-cost.json
 	$(BIN)/python benchmarks/memory.py --json $(RESULTS)/memory.json
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check pypiquant
 	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png

@@ -12,7 +12,7 @@ from torch_cgx.adaptive.options import AUTO, AdaptiveBits
 from torch_cgx.adaptive.policies import POLICIES
 from torch_cgx.config import Compression
 
-__all__ = ["EXACT", "Decision", "Trial", "contenders", "decide"]
+__all__ = ["EXACT", "Decision", "Trial", "contenders", "decide", "limited"]
 
 EXACT = Compression(bits=32)
 _NO_LONGER = 1.01  # times the fastest: what measuring a step cannot tell from none
@@ -65,15 +65,15 @@ def decide(
             budget = replace(budget, least="error", alpha=room / reference_nbytes)
         if room < reference_nbytes:
             layer_alpha = None
-    limited = [_limited(layer, budget, layer_alpha) for layer in layers]
-    allocation = POLICIES[options.policy](limited, budget)
+    allowed = [limited(layer, budget, layer_alpha) for layer in layers]
+    allocation = POLICIES[options.policy](allowed, budget)
     return Decision(
         tuple(Compression(each.bits, each.block) for each in allocation),
         _reason(layers, allocation, budget, options.policy) + told,
     )
 
 
-def _limited(layer: LayerStats, budget: Budget, layer_alpha: float | None) -> LayerStats:
+def limited(layer: LayerStats, budget: Budget, layer_alpha: float | None) -> LayerStats:
     """Without the candidates that lose too much of this layer alone."""
     if layer_alpha is None:
         return layer
@@ -85,7 +85,7 @@ def _room(trials: Sequence[Trial], target: float | str) -> tuple[float, str]:
     """How many bytes meet the target, and what was measured. Between two trials, time is taken to grow evenly.
 
     It grows the faster the more bytes there are, since the first ones hide behind backward: so a step is never slower
-    than that.
+    than that. Where nobody has named seconds, bytes that were not seen to be free are not spent.
     """
     limit = _NO_LONGER * min(trial.seconds for trial in trials) if target == AUTO else float(target)
     told = "a step takes " + ", ".join(f"{_ms(trial.seconds)} {_how(trial.compression)}" for trial in trials)
@@ -95,6 +95,8 @@ def _room(trials: Sequence[Trial], target: float | str) -> tuple[float, str]:
         return trials[0].nbytes, told
     for more, fewer in pairwise(trials):
         if fewer.seconds <= limit:
+            if target == AUTO:
+                return fewer.nbytes, told
             share = (limit - fewer.seconds) / (more.seconds - fewer.seconds)
             return fewer.nbytes + share * (more.nbytes - fewer.nbytes), told
     return trials[-1].nbytes, told

@@ -27,7 +27,7 @@ _DECAY = 0.9  # from one sampled step to the next
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Which values of a layer are looked at: pieces of it, `stride` apart; and their mean, one row a piece."""
+    """Which values of a layer are looked at: all, or pieces `stride` apart; and their mean, then one row a piece."""
 
     numel: int  # of the layer
     itemsize: int
@@ -35,6 +35,8 @@ class _Sample:
     mean: Tensor
 
     def of(self, gradient: Tensor) -> Tensor:
+        if self.mean.dim() == 1:
+            return gradient
         count, span = self.mean.shape
         return gradient[: count * self.stride].view(count, self.stride)[:, :span]
 
@@ -83,10 +85,12 @@ class Samples:
         flat = torch.cat([sample.mean.view(-1) for sample in samples])
         numels = [sample.mean.numel() for sample in samples]
         columns = [_squares(flat, numels)]
-        for candidate in candidates:
-            pieces, nbytes = self._table(candidate)
-            lost = torch.zeros_like(flat)
-            kernels.encode(pieces, flat, torch.empty(nbytes, dtype=torch.uint8), NEAREST, lost)
+        tables = [self._table(candidate) for candidate in candidates]
+        # One buffer for all candidates: new memory for each would cost more than the kernels do.
+        lost = torch.empty_like(flat)
+        payload = torch.empty(max((nbytes for _, nbytes in tables), default=0), dtype=torch.uint8)
+        for pieces, nbytes in tables:
+            kernels.encode(pieces, flat, payload[:nbytes], NEAREST, lost.zero_())
             columns.append(_squares(lost, numels))
         found = torch.stack(columns, 1)
         found *= torch.tensor([sample.numel / max(1, sample.mean.numel()) for sample in samples])[:, None]
@@ -98,8 +102,9 @@ class Samples:
 
     def stats(self, measured: Tensor, candidates: Sequence[Compression], skip_incomplete: bool) -> list[LayerStats]:
         """What policies take, of what `measure` has returned."""
+        quantizers = [MaxMin(each.bits, each.block, skip_incomplete) for each in candidates]
         return [
-            LayerStats(name, sample.numel, row[0] ** 0.5, _candidates(sample, candidates, row[1:], skip_incomplete))
+            LayerStats(name, sample.numel, row[0] ** 0.5, _candidates(sample, quantizers, row[1:]))
             for (name, sample), row in zip(self._samples.items(), measured.tolist(), strict=True)
         ]
 
@@ -146,7 +151,7 @@ def _sample(numel: int, itemsize: int, most: int, block: int) -> _Sample:
     span = max(block, 1024)
     count = max(1, most // span)
     if numel <= count * span:
-        return _Sample(numel, itemsize, numel, torch.zeros(1, numel))
+        return _Sample(numel, itemsize, numel, torch.zeros(numel))  # all of it, as it lies
     return _Sample(numel, itemsize, numel // count, torch.zeros(count, span))
 
 
@@ -155,15 +160,8 @@ def _squares(flat: Tensor, numels: Sequence[int]) -> Tensor:
     return torch.stack(torch._foreach_norm(torch.split(flat, list(numels)))).to(torch.float64).square_()
 
 
-def _candidates(
-    sample: _Sample, candidates: Sequence[Compression], errors: Sequence[float], skip_incomplete: bool
-) -> tuple[Candidate, ...]:
+def _candidates(sample: _Sample, quantizers: Sequence[MaxMin], errors: Sequence[float]) -> tuple[Candidate, ...]:
     return tuple(
-        Candidate(
-            each.bits,
-            each.block,
-            MaxMin(each.bits, each.block, skip_incomplete).payload_nbytes(sample.numel, sample.itemsize),
-            error,
-        )
-        for each, error in zip(candidates, errors, strict=True)
+        Candidate(each.bits, each.block, each.payload_nbytes(sample.numel, sample.itemsize), error)
+        for each, error in zip(quantizers, errors, strict=True)
     )
