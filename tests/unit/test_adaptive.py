@@ -297,7 +297,7 @@ def test_samples_of_large_layers_tell_the_error_of_the_whole(block: int, monkeyp
     layers, numel = known_layers(1_000_003, 2000, 300_000)
     x = gradients(numel)
     found = samples_of(layers, block)
-    looked_at = [each.numel() for each in found.state_dict().values()]
+    looked_at = [each["mean"].numel() for each in found.state_dict().values()]
     assert looked_at == [1 << 17, 2000, 1 << 17]
     found.add(layers, x)
     candidates = [Compression(bits, block) for bits in (2, 4, 8)]
@@ -371,3 +371,21 @@ def test_without_free_layers_there_is_nothing_to_measure() -> None:
     assert found.names == []
     assert found.measure(CANDIDATES, KERNELS).shape == (0, 1 + len(CANDIDATES))
     assert found.stats(found.measure(CANDIDATES, KERNELS), CANDIDATES, False) == []
+
+
+def test_samples_go_on_from_a_checkpoint_as_though_nothing_had_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_MOST_NUMEL", 1 << 14)
+    layers, numel = known_layers(100_000, 3000)
+    through = samples_of(layers)
+    through.add(layers, gradients(numel))
+    again = Samples.of(through.state_dict())
+    assert again.has(layers)
+    for each in (through, again):
+        each.add(layers, gradients(numel, 1))
+    assert torch.equal(again.measure(CANDIDATES, KERNELS), through.measure(CANDIDATES, KERNELS))
+    others, _ = known_layers(100_001, 3000)
+    assert not again.has(others)
+    anew = samples_of(others)
+    anew.take_over(again)
+    norms = anew.measure(CANDIDATES, KERNELS)[:, 0].tolist()
+    assert norms[0] == 0 and norms[1] == again.measure(CANDIDATES, KERNELS)[1, 0]
