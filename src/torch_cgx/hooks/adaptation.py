@@ -37,6 +37,8 @@ _FIRST_TRIAL = 3  # DDP makes its grad buckets anew after the first step
 _TRIAL_STEPS = 6  # in turn, of which the first is not counted: programs are made then
 _TRIAL_ROUNDS = 2
 _REASON_NBYTES = 1000
+_SHOWN = 4  # names in a reason
+_KEPT_CHOICES = 512  # the newest
 _DONE, _FAILED = 1, 2
 
 
@@ -152,7 +154,7 @@ class Adaptation:
         samples = self._samples
         assert samples is not None
         if not samples.names:
-            self.choices.append(Choice(step, decide((), self.options, self.reference, ()).reason, {}))
+            self._keep(Choice(step, decide((), self.options, self.reference, ()).reason, {}))
             return
         kernels = default_kernels(group.settings.simd)
         measured = samples.measure(self._candidates, kernels)
@@ -197,7 +199,8 @@ class Adaptation:
         reason = found.reason
         if len(finite) < count:
             without = [names[number] for number in range(count) if number not in finite]
-            reason += f"; {len(without)} layers with NaN keep their bits, {without[0]} first"
+            more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
+            reason += f"; with NaN, and so with their bits as they were: {', '.join(without[:_SHOWN])}{more}"
         return Decision(tuple(compressions), reason)
 
     def _obey(self, step: int, message: Tensor, names: Sequence[str], rank: int) -> None:
@@ -208,9 +211,12 @@ class Adaptation:
         if status != _DONE:
             raise CGXError(f"step {step}: rank 0 could not choose bits: {reason}")
         compressions = {name: Compression(width, block) for name, width, block in zip(names, bits, blocks, strict=True)}
-        self.choices.append(Choice(step, reason, compressions))
+        self._keep(Choice(step, reason, compressions))
         if rank == 0:
             log.info("step %d: %s", step, reason)
+
+    def _keep(self, choice: Choice) -> None:
+        self.choices = [*self.choices[1 - _KEPT_CHOICES :], choice]
 
     # ---- checkpoints ----
 
