@@ -49,6 +49,7 @@ def flags(doc: str | None, *, epochs: int, batch: int, lr: float) -> argparse.Ar
     parser.add_argument("--threads", type=int, help="of a process, for computing on a CPU (default: torch's)")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write every layer's bits there, for `cgx bits`")
     return parser
 
 
@@ -193,6 +194,8 @@ class Journal:
             }
             if self.options.json:
                 self.options.json.write_text(json.dumps(result) + "\n")
+            if self.options.report and self.state is not None:
+                self.options.report.write_text(json.dumps(self.state.report().as_dict()) + "\n")
             if self.writer is not None:
                 for name, value in figures.items():
                     self.writer.add_scalar(name, value, len(self.losses))
