@@ -1,0 +1,218 @@
+"""The kernels in Triton, on CUDA (or ROCm) tensors; on CPU tensors under Triton's interpreter, for tests.
+
+One launch a call, enqueued on the current stream, without waiting for the device; pieces whose block is not a multiple of 32
+or longer than 4096 take a second one to encode. This file checks, keeps tables on the device, and launches;
+`triton_device.py` has what runs there. Triton is imported when `TritonKernels` is made, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_cgx.kernels import NEAREST, Piece, Rounding
+from torch_cgx.kernels.random import key
+from torch_cgx.kernels.triton_table import Launch, Table, make_table
+
+__all__ = ["TritonKernels"]
+
+# For each dtype its number in triton_device.py, and the integers that its bits are.
+_TYPES = {
+    torch.float32: (0, torch.int32),
+    torch.float16: (1, torch.int16),
+    torch.bfloat16: (2, torch.int16),
+    torch.float64: (3, torch.int64),
+}
+_KEPT_TABLES = 4096
+# No multiply-add is fused, and nothing is prefetched through shared memory.
+_OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
+
+
+class TritonKernels:
+    """`torch_cgx.kernels.Kernels` by Triton."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._device_code, self._interpreted = _import_device_code()
+        self._tables: dict[tuple[int, torch.dtype, torch.device, bool], _Kept] = {}
+        # The interpreter patches triton.language while it runs: one call at a time.
+        self._turn = threading.Lock() if self.interpreted else contextlib.nullcontext()
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels, on CPU tensors (TRITON_INTERPRET=1)."""
+        return self._interpreted
+
+    def encode(
+        self,
+        pieces: Sequence[Piece],
+        values: Tensor,
+        payload: Tensor,
+        rounding: Rounding,
+        residual: Tensor | None = None,
+    ) -> None:
+        self._encode(pieces, values, (), payload, 1.0, rounding, residual, reduce=False)
+
+    def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
+        kept = self._checked(pieces, values, payload)
+        number, bits_dtype = _TYPES[values.dtype]
+        self._launch(
+            *(self._device_code.decode_kernel, kept.table.main, *kept.main),
+            *(values.view(bits_dtype), payload.data_ptr()),
+            **{"BITS": kept.table.bits, "TYPE": number, "EXACT": kept.table.exact, "WORDS": kept.table.words, "ADD": add},
+        )
+
+    def reduce(
+        self,
+        pieces: Sequence[Piece],
+        values: Tensor,
+        payloads: Sequence[Tensor],
+        out: Tensor,
+        scale: float,
+        rounding: Rounding,
+        residual: Tensor | None = None,
+    ) -> None:
+        self._encode(pieces, values, payloads, out, scale, rounding, residual, reduce=True)
+
+    def _encode(
+        self,
+        pieces: Sequence[Piece],
+        values: Tensor,
+        payloads: Sequence[Tensor],
+        out: Tensor,
+        scale: float,
+        rounding: Rounding,
+        residual: Tensor | None,
+        *,
+        reduce: bool,
+    ) -> None:
+        kept = self._checked(pieces, values, out, *payloads)
+        _check_residual(residual, values)
+        table = kept.table
+        number, bits_dtype = _TYPES[values.dtype]
+        bits = values.view(bits_dtype)
+        addresses = _addresses(payloads, out)
+        if table.headers is not None and kept.headers is not None:
+            self._launch(
+                *(self._device_code.headers_kernel, table.headers, *kept.headers),
+                *(bits, out.data_ptr(), addresses, len(payloads), _bits(scale)),
+                **{"TYPE": number, "WORDS": table.words, "REDUCE": reduce},
+            )
+        k0, k1 = key(rounding if rounding.stochastic else NEAREST)
+        self._launch(
+            *(self._device_code.encode_kernel, table.main, *kept.main),
+            *(bits, out.data_ptr(), values if residual is None else residual),
+            *(addresses, len(payloads), _bits(scale), _bits(1.0 / scale), k0, k1),
+            **{"BITS": table.bits, "TYPE": number, "EXACT": table.exact, "FLAT": table.headers is not None},
+            **{"WORDS": table.words, "STOCHASTIC": rounding.stochastic, "RESIDUAL": residual is not None, "REDUCE": reduce},
+        )
+
+    def _launch(self, kernel: Any, launch: Launch, programs: Tensor, runs: Tensor, *args: Any, **constants: Any) -> None:
+        if not launch.programs:
+            return
+        with self._turn, _on(programs.device):
+            kernel[(launch.programs,)](
+                *(programs, runs, *args),
+                **{**constants, "ROWS": launch.rows, "TILE": launch.tile, "num_warps": launch.warps, **_OPTIONS},
+            )
+
+    def _checked(self, pieces: Sequence[Piece], values: Tensor, *slots: Tensor) -> _Kept:
+        """The table, once it is certain that no piece reaches outside of a tensor."""
+        device = "cpu" if self.interpreted else "cuda"
+        if values.dtype not in _TYPES or not values.is_contiguous() or values.device.type != device:
+            raise TypeError(
+                f"values: expected a contiguous float {device} tensor, got {values.dtype} on {values.device}"
+            )
+        for slot in slots:
+            if slot.dtype != torch.uint8 or not slot.is_contiguous() or slot.device != values.device:
+                raise TypeError(
+                    f"payload: expected a contiguous uint8 tensor on {values.device}, got {slot.dtype} on {slot.device}"
+                )
+        aligned = all(slot.data_ptr() % 8 == 0 for slot in slots)
+        kept = self._kept(pieces, values, aligned)
+        table = kept.table
+        if table.numel > values.numel():
+            raise ValueError(f"values: expected at least {table.numel} of them for these pieces, got {values.numel()}")
+        for slot in slots:
+            if slot.numel() < table.nbytes:
+                raise ValueError(f"payload: expected at least {table.nbytes} bytes, got {slot.numel()}")
+        return kept
+
+    def _kept(self, pieces: Sequence[Piece], values: Tensor, aligned: bool) -> _Kept:
+        """Tables by the very object they were made of, as in `cpu.py`; here they are on the device, too."""
+        at = (id(pieces), values.dtype, values.device, aligned)
+        found = self._tables.get(at)
+        if found is not None and found.pieces is pieces:
+            return found
+        if not self.interpreted and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CUDA graph is being captured: run the same operation once before, outside of it")
+        table = make_table(pieces, values.element_size(), aligned)
+        headers = table.headers.tensors(values.device) if table.headers is not None else None
+        kept = _Kept(pieces, table, table.main.tensors(values.device), headers)
+        if isinstance(pieces, tuple):  # a list may change
+            if len(self._tables) >= _KEPT_TABLES:
+                self._tables.clear()
+            self._tables[at] = kept
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    pieces: Sequence[Piece]
+    table: Table
+    main: tuple[Tensor, Tensor]
+    headers: tuple[Tensor, Tensor] | None
+
+
+def _import_device_code() -> tuple[ModuleType, bool]:
+    """The module with the kernels, and whether Triton's interpreter runs them."""
+    try:
+        from triton.runtime import JITFunction
+    except ImportError as error:
+        raise RuntimeError(
+            "CUDA tensors need Triton, which is not installed: torch for CUDA brings it; else `pip install pytorch-cgx[cuda]`"
+        ) from error
+    from torch_cgx.kernels import triton_device
+
+    return triton_device, not isinstance(triton_device.encode_kernel, JITFunction)
+
+
+def _addresses(payloads: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
+    """2 * address + 1 of each payload, and as many more as make their number a power of two: the kernel is compiled for it.
+
+    Odd, because Triton compiles once more for each pattern of addresses that are multiples of 16.
+    """
+    slots = [*payloads] or [out]
+    room = 1 << (len(slots) - 1).bit_length()
+    return tuple(2 * slot.data_ptr() + 1 for slot in slots + slots[:1] * (room - len(slots)))
+
+
+def _bits(x: float) -> int:
+    """Of a float64, as an integer."""
+    return int.from_bytes(struct.pack("<d", x), "little", signed=True)
+
+
+def _check_residual(residual: Tensor | None, values: Tensor) -> None:
+    if residual is None:
+        return
+    if residual.dtype != torch.float32 or not residual.is_contiguous() or residual.numel() < values.numel():
+        raise ValueError(
+            f"residual: expected at least {values.numel()} contiguous float32 values, "
+            f"got {residual.numel()} of {residual.dtype}"
+        )
+    if residual.device != values.device:
+        raise ValueError(f"residual: expected it on {values.device}, got {residual.device}")
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, whatever its arguments are on."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
