@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from torch_cgx import _native
 from torch_cgx.algorithms import Topology
 from torch_cgx.calls import collective_call
 from torch_cgx.config import Compression, Settings
@@ -39,8 +40,10 @@ __all__ = [
     "Reducer",
     "Request",
     "SharedReducer",
+    "call_of",
     "make_reduction",
     "message_slice_nbytes",
+    "stable_hash",
 ]
 
 _PREPARED = 1024  # kept a group; a training has a few dozen shapes
@@ -106,6 +109,23 @@ class Place:
         return 1.0 / self.world if reduction == "AVG" else 1.0
 
 
+def call_of(request: Request, place: Place) -> _native.Call:
+    """What the board says of it."""
+    if request.operation == "barrier":  # its values are nobody's business
+        return collective_call("barrier")
+    tensor, compression = request.tensor, request.compression
+    plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
+    return collective_call(
+        request.operation,
+        tensor.dtype,
+        tuple(tensor.shape),
+        reduction=request.reduction,
+        bits=compression.bits,
+        block=0 if compression.bits == 32 else compression.block,
+        layout=0 if plain and tensor.is_contiguous() else stable_hash((tensor.stride(), place.cut(request))),
+    )
+
+
 @dataclass(slots=True)
 class _Kept:
     """What an operation needs until it is done."""
@@ -159,21 +179,9 @@ class SharedReducer:
             pending.popleft()
 
     def _prepare(self, key: object, request: Request) -> Prepared:
-        tensor, compression, place = request.tensor, request.compression, self._place
+        tensor, place = request.tensor, self._place
         layers = place.cut(request)
-        exact = compression.bits == 32
-        plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
-        call = collective_call(
-            request.operation,
-            tensor.dtype,
-            tuple(tensor.shape),
-            reduction=request.reduction,
-            bits=compression.bits,
-            block=0 if exact else compression.block,
-            layout=0 if plain and tensor.is_contiguous() else stable_hash((tensor.stride(), layers)),
-        )
-        if request.operation == "barrier":  # its values are nobody's business
-            call = collective_call("barrier")
+        call = call_of(request, place)
         plan = make_plan(
             layers,
             place.rank,

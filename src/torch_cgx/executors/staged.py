@@ -48,6 +48,9 @@ class _Arrival:
 class StagedExchange:
     """Implements `torch_cgx.transports.Exchange` over transports, one for each peer, by rank; its own place: None."""
 
+    waits = True
+    most_nbytes = None
+
     def __init__(
         self, device: Device, transports: Sequence[Transport | None], rank: int, global_ranks: Sequence[int]
     ) -> None:
@@ -113,6 +116,9 @@ class _Both:
 
 class DividedExchange:
     """One exchange for peers on this rank's node, another for all others. `near` says by rank who is near."""
+
+    waits = True
+    most_nbytes = None
 
     def __init__(self, within: Exchange, between: Exchange, near: Sequence[bool]) -> None:
         self._within, self._between = within, between

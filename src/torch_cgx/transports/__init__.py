@@ -61,6 +61,14 @@ class Arrival(Protocol):
 class Exchange(Protocol):
     """One message from each rank to each other, all at once. All ranks call alike, in one order."""
 
+    @property
+    def waits(self) -> bool:
+        """The host waits, for the device and for peers: use it on a thread of its own."""
+
+    @property
+    def most_nbytes(self) -> int | None:
+        """Of values in a slice, whose payloads have to fit into its memory; None: any number."""
+
     def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
         """A call of this number and hash comes next, in which this rank talks to these peers."""
 
