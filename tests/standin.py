@@ -148,7 +148,7 @@ class NotedKernels:
 
 
 class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
-    """What NCCL has and Gloo has not: `alltoall` of lists, averages. Its `alltoall` is complete when it is waited for."""
+    """What NCCL has and Gloo has not: `alltoall` of lists, and averages."""
 
     def __init__(self, device: StandInDevice, *arguments: Any) -> None:
         super().__init__(*arguments)

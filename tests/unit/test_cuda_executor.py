@@ -178,7 +178,7 @@ def test_one_slice_is_encoded_while_the_one_before_is_exchanged() -> None:
     topology = Topology.flat("SRA", 2)
     layout = make_layout((Layer(4096, MaxMin(4, 64)),), 2, 4, 4096 * 4 // 3)
     fields = {"layout": layout, "topology": topology, "scale": 1.0, "rounding": Rounding(), "agreed": 0}
-    (device, _) = run_all([torch.ones(4096)] * 2, [torch.zeros(4096)] * 2, **fields)
+    (device, _) = run_all([torch.ones(4096) for _ in "ab"], [torch.zeros(4096) for _ in "ab"], **fields)
     made = [entry[0] for entry in device.log if entry[0] in ("encode", "exchange", "arrived", "reduce", "decode")]
     first_arrival = made.index("arrived")
     assert made[:first_arrival].count("encode") == 2 and made[:first_arrival].count("exchange") == 2

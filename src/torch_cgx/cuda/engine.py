@@ -14,7 +14,7 @@ from torch_cgx.executors.device import CudaDevice, Device
 from torch_cgx.kernels import Kernels
 from torch_cgx.membership import Joining
 
-__all__ = ["Engine", "cuda_engine"]
+__all__ = ["Engine", "cuda_engine", "triton_kernels"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def cuda_engine(joining: Joining) -> Engine | None:
     """None where torch finds no GPU, or was built without NCCL. With ROCm the same names mean AMD's GPUs and RCCL."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
-    return Engine("cuda", partial(_new_nccl, joining), CudaDevice(), _triton_kernels)
+    return Engine("cuda", partial(_new_nccl, joining), CudaDevice(), triton_kernels)
 
 
 def _new_nccl(joining: Joining, name: str) -> Any:
@@ -40,7 +40,7 @@ def _new_nccl(joining: Joining, name: str) -> Any:
     return dist.ProcessGroupNCCL(joining.prefixed(name), joining.rank, joining.world, options)
 
 
-def _triton_kernels() -> Kernels:
+def triton_kernels() -> Kernels:
     from torch_cgx.kernels.triton import TritonKernels
 
     return TritonKernels()
