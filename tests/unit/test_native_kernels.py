@@ -12,52 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_cases import DTYPES, Guarded, payload_nbytes, piece_for, random_values, same_bits, table_of
 from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.cpu import NativeKernels, available, simd_levels
 from torch_cgx.kernels.reference import ReferenceKernels
-from torch_cgx.quantizers import Identity, MaxMin
 
 pytestmark = pytest.mark.skipif(not available(), reason="installed without the native library")
 
 LEVELS = simd_levels()
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-GUARD = 64  # bytes around each payload that nobody may touch
-
-
-def random_values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Values of very different size, some exactly alike, with subnormals and both zeros among them."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(numel, generator=generator)
-    x *= torch.exp2(torch.randint(-20, 8, (numel,), generator=generator).float())
-    x[torch.rand(numel, generator=generator) < 0.05] = -0.0
-    x[torch.rand(numel, generator=generator) < 0.02] = 1e-41
-    return x.to(dtype)
-
-
-def piece_for(numel: int, bits: int, block: int, *, skip: bool = False, offset: int = 0, payload: int = 0) -> Piece:
-    quantizer = Identity() if bits == 32 else MaxMin(bits, block, skip)
-    return Piece(offset, numel, bits, block, quantizer.raw_tail(numel), payload)
-
-
-def payload_nbytes(piece: Piece, dtype: torch.dtype) -> int:
-    quantizer = Identity() if piece.bits == 32 else MaxMin(piece.bits, piece.block, piece.raw_tail > 0)
-    return quantizer.payload_nbytes(piece.numel, dtype.itemsize)
-
-
-class Guarded:
-    """A payload inside a larger buffer, to see writes outside of it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = torch.full((nbytes + 2 * GUARD,), 0xA5, dtype=torch.uint8)
-        self.payload = self.buffer[GUARD : GUARD + nbytes]
-
-    def untouched(self) -> bool:
-        guards = torch.cat((self.buffer[:GUARD], self.buffer[len(self.buffer) - GUARD :]))
-        return bool((guards == 0xA5).all())
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def check_all_operations(
@@ -127,15 +89,9 @@ def test_every_width_and_type_matches_the_oracle_to_the_byte(bits: int, dtype: t
 def test_tables_of_mixed_layers_match_the_oracle(
     rows: list[tuple[int, int, int, bool]], dtype: torch.dtype, stochastic: bool, seed: int
 ) -> None:
-    pieces, offset, nbytes = [], 0, 0
-    for numel, bits, block, skip in rows:
-        piece = piece_for(numel, bits, block, skip=skip, offset=offset, payload=nbytes)
-        pieces.append(piece)
-        offset += numel
-        quantizer = Identity() if bits == 32 else MaxMin(bits, block, skip)
-        nbytes += quantizer.payload_nbytes(numel, dtype.itemsize)
-    x = random_values(offset, dtype, seed % 1000)
-    check_all_operations(x, tuple(pieces), nbytes, Rounding(stochastic=stochastic, seed=seed))
+    pieces, numel, nbytes = table_of(rows, dtype)
+    x = random_values(numel, dtype, seed % 1000)
+    check_all_operations(x, pieces, nbytes, Rounding(stochastic=stochastic, seed=seed))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -1,8 +1,9 @@
 """The kernels in Triton, on CUDA (or ROCm) tensors; on CPU tensors under Triton's interpreter, for tests.
 
-One launch a call, enqueued on the current stream, without waiting for the device; pieces whose block is not a multiple of 32
-or longer than 4096 take a second one to encode. This file checks, keeps tables on the device, and launches;
-`triton_device.py` has what runs there. Triton is imported when `TritonKernels` is made, not before.
+One launch a call, enqueued on the current stream, without waiting for the device; pieces whose block is not a
+multiple of 32, or longer than 4096, take a second one to encode. This file checks, keeps tables on the device, and
+launches; `triton_encode.py` and `triton_decode.py` have what runs there. Triton is imported when `TritonKernels` is
+made, not before.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.random import key
 from torch_cgx.kernels.triton_table import Launch, Table, make_table
 
-__all__ = ["TritonKernels"]
+__all__ = ["OPTIONS", "TritonKernels"]
 
 # For each dtype its number in triton_device.py, and the integers that its bits are.
 _TYPES = {
@@ -32,8 +32,8 @@ _TYPES = {
     torch.float64: (3, torch.int64),
 }
 _KEPT_TABLES = 4096
-# No multiply-add is fused, and nothing is prefetched through shared memory.
-_OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
+# What all kernels are compiled with: no multiply-add is fused, and nothing is prefetched through shared memory.
+OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
 
 
 class TritonKernels:
@@ -42,7 +42,8 @@ class TritonKernels:
     name = "triton"
 
     def __init__(self) -> None:
-        self._device_code, self._interpreted = _import_device_code()
+        self._code = _import_code()
+        self._device = "cpu" if self.interpreted else "cuda"  # which torch's ROCm says, too
         self._tables: dict[tuple[int, torch.dtype, torch.device, bool], _Kept] = {}
         # The interpreter patches triton.language while it runs: one call at a time.
         self._turn = threading.Lock() if self.interpreted else contextlib.nullcontext()
@@ -50,7 +51,7 @@ class TritonKernels:
     @property
     def interpreted(self) -> bool:
         """Whether Triton's interpreter runs the kernels, on CPU tensors (TRITON_INTERPRET=1)."""
-        return self._interpreted
+        return self._code.interpreted
 
     def encode(
         self,
@@ -65,11 +66,8 @@ class TritonKernels:
     def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
         kept = self._checked(pieces, values, payload)
         number, bits_dtype = _TYPES[values.dtype]
-        self._launch(
-            *(self._device_code.decode_kernel, kept.table.main, *kept.main),
-            *(values.view(bits_dtype), payload.data_ptr()),
-            **{"BITS": kept.table.bits, "TYPE": number, "EXACT": kept.table.exact, "WORDS": kept.table.words, "ADD": add},
-        )
+        constants = {**kept.constants, "TYPE": number, "ADD": add}
+        self._launch(self._code.decode_kernel, kept.main, (values.view(bits_dtype), payload.data_ptr()), constants)
 
     def reduce(
         self,
@@ -101,36 +99,33 @@ class TritonKernels:
         number, bits_dtype = _TYPES[values.dtype]
         bits = values.view(bits_dtype)
         addresses = _addresses(payloads, out)
-        if table.headers is not None and kept.headers is not None:
-            self._launch(
-                *(self._device_code.headers_kernel, table.headers, *kept.headers),
-                *(bits, out.data_ptr(), addresses, len(payloads), _bits(scale)),
-                **{"TYPE": number, "WORDS": table.words, "REDUCE": reduce},
-            )
+        constants = {"TYPE": number, "WORDS": table.words, "REDUCE": reduce}
+        if kept.headers is not None:
+            args = (bits, out.data_ptr(), addresses, len(payloads), _bits(scale))
+            self._launch(self._code.headers_kernel, kept.headers, args, constants)
+        constants |= {**kept.constants, "FLAT": kept.headers is not None}
+        constants |= {"STOCHASTIC": rounding.stochastic, "RESIDUAL": residual is not None}
+        lost = values if residual is None else residual
         k0, k1 = key(rounding if rounding.stochastic else NEAREST)
-        self._launch(
-            *(self._device_code.encode_kernel, table.main, *kept.main),
-            *(bits, out.data_ptr(), values if residual is None else residual),
-            *(addresses, len(payloads), _bits(scale), _bits(1.0 / scale), k0, k1),
-            **{"BITS": table.bits, "TYPE": number, "EXACT": table.exact, "FLAT": table.headers is not None},
-            **{"WORDS": table.words, "STOCHASTIC": rounding.stochastic, "RESIDUAL": residual is not None, "REDUCE": reduce},
-        )
+        numbers = (len(payloads), _bits(scale), _bits(1.0 / scale), k0, k1)
+        self._launch(self._code.encode_kernel, kept.main, (bits, out.data_ptr(), lost, addresses, *numbers), constants)
 
-    def _launch(self, kernel: Any, launch: Launch, programs: Tensor, runs: Tensor, *args: Any, **constants: Any) -> None:
-        if not launch.programs:
-            return
-        with self._turn, _on(programs.device):
-            kernel[(launch.programs,)](
-                *(programs, runs, *args),
-                **{**constants, "ROWS": launch.rows, "TILE": launch.tile, "num_warps": launch.warps, **_OPTIONS},
-            )
+    def _launch(self, kernel: Any, part: _OnDevice, args: Sequence[Any], constants: dict[str, Any]) -> None:
+        launch = part.launch
+        constants = {**constants, "ROWS": launch.rows, "TILE": launch.tile}
+        with self._turn, _on(part.runs.device):
+            self._enqueue(kernel, launch.programs, (part.programs, part.runs, *args), constants, launch.warps)
+
+    def _enqueue(self, kernel: Any, n: int, args: Sequence[Any], constants: dict[str, Any], warps: int) -> None:
+        """The one line that calls into Triton."""
+        if n:
+            kernel[(n,)](*args, **constants, num_warps=warps, **OPTIONS)
 
     def _checked(self, pieces: Sequence[Piece], values: Tensor, *slots: Tensor) -> _Kept:
         """The table, once it is certain that no piece reaches outside of a tensor."""
-        device = "cpu" if self.interpreted else "cuda"
-        if values.dtype not in _TYPES or not values.is_contiguous() or values.device.type != device:
+        if values.dtype not in _TYPES or not values.is_contiguous() or values.device.type != self._device:
             raise TypeError(
-                f"values: expected a contiguous float {device} tensor, got {values.dtype} on {values.device}"
+                f"values: expected a contiguous float {self._device} tensor, got {values.dtype} on {values.device}"
             )
         for slot in slots:
             if slot.dtype != torch.uint8 or not slot.is_contiguous() or slot.device != values.device:
@@ -153,11 +148,11 @@ class TritonKernels:
         found = self._tables.get(at)
         if found is not None and found.pieces is pieces:
             return found
-        if not self.interpreted and torch.cuda.is_current_stream_capturing():
+        if self._device == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph is being captured: run the same operation once before, outside of it")
         table = make_table(pieces, values.element_size(), aligned)
-        headers = table.headers.tensors(values.device) if table.headers is not None else None
-        kept = _Kept(pieces, table, table.main.tensors(values.device), headers)
+        headers = _OnDevice(table.headers, *table.headers.tensors(values.device)) if table.headers else None
+        kept = _Kept(pieces, table, _OnDevice(table.main, *table.main.tensors(values.device)), headers)
         if isinstance(pieces, tuple):  # a list may change
             if len(self._tables) >= _KEPT_TABLES:
                 self._tables.clear()
@@ -166,30 +161,49 @@ class TritonKernels:
 
 
 @dataclass(frozen=True, slots=True)
+class _OnDevice:
+    launch: Launch
+    programs: Tensor
+    runs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
     pieces: Sequence[Piece]
     table: Table
-    main: tuple[Tensor, Tensor]
-    headers: tuple[Tensor, Tensor] | None
+    main: _OnDevice
+    headers: _OnDevice | None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"BITS": self.table.bits, "EXACT": self.table.exact, "WORDS": self.table.words}
 
 
-def _import_device_code() -> tuple[ModuleType, bool]:
-    """The module with the kernels, and whether Triton's interpreter runs them."""
+class _Code(NamedTuple):
+    encode_kernel: Any
+    headers_kernel: Any
+    decode_kernel: Any
+    interpreted: bool
+
+
+def _import_code() -> _Code:
     try:
         from triton.runtime import JITFunction
     except ImportError as error:
         raise RuntimeError(
-            "CUDA tensors need Triton, which is not installed: torch for CUDA brings it; else `pip install pytorch-cgx[cuda]`"
+            "CUDA tensors need Triton, which is not installed: torch for CUDA brings it along, "
+            "`pip install pytorch-cgx[cuda]` does without"
         ) from error
-    from torch_cgx.kernels import triton_device
+    from torch_cgx.kernels.triton_decode import decode_kernel
+    from torch_cgx.kernels.triton_encode import encode_kernel, headers_kernel
 
-    return triton_device, not isinstance(triton_device.encode_kernel, JITFunction)
+    return _Code(encode_kernel, headers_kernel, decode_kernel, not isinstance(encode_kernel, JITFunction))
 
 
 def _addresses(payloads: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
-    """2 * address + 1 of each payload, and as many more as make their number a power of two: the kernel is compiled for it.
+    """2 * address + 1 of each payload, and so many more that their number, for which is compiled, is a power of two.
 
-    Odd, because Triton compiles once more for each pattern of addresses that are multiples of 16.
+    Odd, because Triton compiles once more for each pattern of arguments that are multiples of 16.
     """
     slots = [*payloads] or [out]
     room = 1 << (len(slots) - 1).bit_length()

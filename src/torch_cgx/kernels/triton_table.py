@@ -70,7 +70,7 @@ class Launch:
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """For each program its row, and the rows."""
-        counts = torch.tensor([run.programs for run in self.runs])
+        counts = torch.tensor([run.programs for run in self.runs], dtype=torch.int64)
         rows = torch.repeat_interleave(torch.arange(len(self.runs), dtype=torch.int32), counts)
         return rows.to(device), torch.tensor(self.runs, dtype=torch.int64).to(device)
 
