@@ -6,6 +6,7 @@ A group of backend "standin" (standin.py) takes CPU tensors for CUDA tensors.
 from __future__ import annotations
 
 import importlib.util
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_the_bits_are_those_of_the_cpu_path(way: str, stochastic: str) -> None:
 
 
 def large_sum(me: Rank, backend: str) -> str:
-    start(me, backend)
+    start(me, backend).set_timeout(timedelta(seconds=60))
     x = noise(me.rank, 100_000, torch.bfloat16 if me.world == 5 else torch.float32)
     dist.all_reduce(x)
     return digest(x)
@@ -114,8 +115,14 @@ def trained(me: Rank, backend: str, options: dict[str, Any]) -> Tensor:
     return flat(ddp)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{"error_feedback": True}, {"stochastic": True}], ids=["feedback", "stochastic"])
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("NCCL", {"error_feedback": True, "stochastic": True}),
+        ("shared memory", {"stochastic": True}),
+        ("Gloo", {"error_feedback": True}),  # without a board, whose numbers random rounding would need to be the same
+    ],
+)
 def test_a_hooked_training_ends_with_the_bits_of_the_cpu_path(way: str, options: dict[str, Any]) -> None:
     on_cpu = same_on_all_ranks(run_ranks(trained, 2, None, "cgx", options))
     on_device = same_on_all_ranks(run_ranks(trained, 2, None, "standin", options, env=WAYS[way]))
@@ -151,6 +158,7 @@ def test_a_plain_training_ends_with_the_bits_of_the_cpu_path(triton: bool) -> No
 
 def waits_and_futures(me: Rank, staged: bool) -> None:
     group = start(me, "standin")
+    group.set_timeout(timedelta(seconds=60))
     log = group.device.log
     x = noise(me.rank, 5000)
     log.clear()
@@ -253,7 +261,6 @@ def mixed_calls(me: Rank) -> None:
     assert torch_cgx.stats()["operations"] > 0
     torch_cgx.reset_stats()
     assert torch_cgx.stats()["operations"] == 0
-    group.set_timeout(torch.distributed.default_pg_timeout)
     dist.destroy_process_group()
     assert log[-1] == ("shutdown",)
 
@@ -330,3 +337,32 @@ def test_a_combination_that_is_not_there_is_refused_with_those_that_are() -> Non
     for outcome in observe_ranks(just_start, 3, None, env=env, rank_env=places, destroy=False):
         raised(outcome, "ValueError")
         names(outcome, f"{INNER}=GLOO", f"{CROSS}=NCCL", "allowed is NCCL within", "GLOO or MPI between")
+
+
+def benched(me: Rank) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`cgx bench allreduce --device cuda` and the check of `cgx doctor`, as their ranks run them."""
+    from torch_cgx import backend
+    from torch_cgx.cli import allreduce, gpus
+
+    finished: list[int] = []
+
+    class Noted(gpus.Cpu):
+        def finish(self) -> None:
+            finished.append(1)
+
+    backend.create = standin.create  # type: ignore[assignment]
+    gpus.all_gpus = Noted  # type: ignore[assignment]
+    allreduce.join_world = lambda timeout_s: me.start_group("gloo", name=f"bench {len(finished)}")
+    shared = {"bits": 4, "bucket_size": 512, "dtype": "float32", "device": "cuda"}
+    more = {"sizes": [65536], "against": ["gloo"], "seconds": 0.01, "busy": False, "nodes": 1}
+    told = allreduce.run({**shared, **more}, lambda message: None)
+    operations = sum(len(batch) for cell in told["cells"] for batch in cell["op_ns"])
+    assert len(finished) > operations, "an operation is done when the device is"
+    return told["cells"][0], allreduce.check({**shared, "nbytes": 65536}, lambda message: None)
+
+
+def test_bench_and_doctor_check_and_time_what_is_on_the_device() -> None:
+    for cell, check in run_ranks(benched, 2, None, destroy=False):
+        assert cell["backend"] == "cgx" and cell["check"]["same_bits"] and check["same_bits"]
+        assert 0.01 < cell["check"]["relative_error"] == check["relative_error"] < 0.5
+        assert 0 < check["sent_nbytes"] < 65536 / 7 + 1

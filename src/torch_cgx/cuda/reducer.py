@@ -73,7 +73,8 @@ class CudaReducer:
 
     def _slice_nbytes(self, request: Request) -> int:
         nbytes = request.tensor.numel() * request.tensor.element_size()
-        most = min(self._place.settings.fusion_nbytes, self._exchange.most_nbytes or nbytes)
+        fusion_nbytes = self._place.settings.fusion_nbytes
+        most = min(fusion_nbytes, self._exchange.most_nbytes or fusion_nbytes)
         return max(1, min(most, max(_LEAST_SLICE_NBYTES, -(-nbytes // _SLICES))))
 
     def _number(self, request: Request) -> int:
