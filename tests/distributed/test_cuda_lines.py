@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import lines
 import torch_cgx
 from distributed import test_cuda
 from distributed.gradients import BITS, noise
-from distributed.harness import Rank, observe_ranks
+from distributed.harness import Rank, describe, observe_ranks
 from distributed.test_cuda import CROSS, INNER, STAGED, start
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda import exchanges
@@ -63,9 +64,9 @@ def run_traced(me: Rank, folder: str, name: str, *arguments: Any) -> None:
 
 def on_cpu_too(me: Rank) -> None:
     """A group as users make it, which finds no GPU; and residuals that a callback keeps."""
-    start(me, "cgx")
+    me.start_group("cgx", name="another")
     dist.destroy_process_group()
-    group = test_cuda.start(me, "standin")
+    group = start(me, "standin")
     group.keep(noise(me.rank, 8))
 
 
@@ -89,6 +90,7 @@ JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
     ("mixed_calls", (), "00", {}),
     ("alone", (), "0", {BITS: "4"}),
     ("large_sum", ("standin",), "001", {BITS: "4", CROSS: "GLOO"}),
+    ("large_sum", ("standin",), "01", {BITS: "4", CROSS: "GLOO"}),
     ("large_sum", ("standin",), "0011", {BITS: "4", INNER: "SHM"}),
     ("large_sum", ("standin",), "00011", {BITS: "4"}),
     ("fails_for_good", (), "00", {BITS: "4"}),
@@ -97,13 +99,14 @@ JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_no_test_executes_these_lines_and_all_others_are_executed(tmp_path: Path) -> None:
     for name, arguments, nodes, variables in JOBS:
         places = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate(nodes)}
         outcomes = observe_ranks(
             run_traced, len(nodes), None, str(tmp_path), name, *arguments, env=variables, rank_env=places, destroy=False
         )
-        assert name == "just_start" or all(outcome.ok for outcome in outcomes), (name, variables, outcomes)
+        assert name == "just_start" or all(outcome.ok for outcome in outcomes), describe(outcomes)
     seen = lines.read(tmp_path)
     found = {file.name: missing for file in FILES if (missing := lines.unexecuted(file, seen))}
     assert found == ONLY_ON_A_GPU

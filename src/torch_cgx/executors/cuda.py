@@ -34,6 +34,7 @@ class _Underway:
     part: Slice
     schedule: Schedule
     rounds: tuple[tuple[Round, ...], ...]
+    room_nbytes: int  # of the longest payload
     slots: dict[str, Tensor] = field(default_factory=dict)
     arriving: list[Arrival] = field(default_factory=list)
 
@@ -41,10 +42,6 @@ class _Underway:
         """What the slot's payload encodes, and how."""
         shared = self.schedule.slots[slot]
         return self.part.chunks[shared.chunk].coded(shared.exact)
-
-    @property
-    def room_nbytes(self) -> int:
-        return max(self.coded(slot).nbytes for slot in self.schedule.slots)
 
 
 @dataclass(slots=True)
@@ -116,7 +113,9 @@ class CudaExecutor:
     def _prepare(self, part: Slice, operation: Reduction) -> _Underway:
         nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
         key = (operation.topology, nonempty, self._rank)
-        return _Underway(part, schedule_for(*key), rounds_for(*key))
+        codings = (False,) if operation.topology.compress_inside else (False, True)
+        room_nbytes = max(chunk.coded(exact).nbytes for chunk in part.chunks for exact in codings)
+        return _Underway(part, schedule_for(*key), rounds_for(*key), room_nbytes)
 
     def _make_level(self, each: _Underway, level: int, operation: Reduction, kernels: Kernels) -> None:
         for arrival in each.arriving:
