@@ -1,8 +1,7 @@
 """The settings of a group, as frozen dataclasses, and the only reader of the CGX_* variables.
 
 A value outside its range is a `ValueError` that names the variable, the value and what is allowed. A variable
-that is set to the empty string counts as unset. Values whose feature this version does not have are refused,
-never ignored.
+that is set to the empty string counts as unset.
 """
 
 from __future__ import annotations
@@ -50,6 +49,8 @@ class Settings:
     fusion_nbytes: int = 64 << 20  # bytes of values; the most one program handles: bounds the staging memory
     inner_communicator: str = "SHM"  # carries messages within a node
     cross_communicator: str | None = None  # carries messages between nodes; None: MPI under mpirun, else GLOO
+    cuda_inner_communicator: str = "NCCL"  # the same for CUDA tensors; all but NCCL stage payloads in host memory
+    cuda_cross_communicator: str | None = "NCCL"  # None: as cross_communicator
     inner_reduction: str = "SRA"  # the algorithm within a node
     cross_reduction: str = "SRA"  # the algorithm between nodes
     intra_broadcast: bool = True  # True: one rank of each node speaks for it
@@ -66,23 +67,30 @@ class Settings:
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """The settings that the variables (of this process, where no mapping is given) ask for."""
         read = _Reader(os.environ if environ is None else environ)
-        transports = ("GLOO", "MPI")
+        transports = ("GLOO", "MPI", "NCCL")
         reductions = ("SRA", "RING")
+        inner = read.optional_choice("CGX_INNER_COMMUNICATOR_TYPE", ("SHM", *transports))
+        cross = read.optional_choice("CGX_CROSS_COMMUNICATOR_TYPE", transports)
+        # NCCL carries CUDA tensors alone: what CPU tensors have by default stays theirs. Whoever stages within nodes
+        # does not mean NCCL between them, unless he says so.
+        cuda_inner = inner or "NCCL"
         return cls(
             skip_incomplete=read.flag("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False),
             minimal_numel=read.integer("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0, 2**63 - 1),
             stochastic=read.flag("CGX_COMPRESSION_STOCHASTIC", False),
             seed=read.integer("CGX_COMPRESSION_SEED", 0, 0, 2**64 - 1),
             fusion_nbytes=read.integer("CGX_FUSION_BUFFER_SIZE_MB", 64, 1, 65536) << 20,
-            inner_communicator=read.choice("CGX_INNER_COMMUNICATOR_TYPE", "SHM", ("SHM", *transports), ("NCCL",)),
-            cross_communicator=read.optional_choice("CGX_CROSS_COMMUNICATOR_TYPE", transports, ("NCCL",)),
-            inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", reductions, ()),
-            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", reductions, ()),
+            inner_communicator=inner if inner not in (None, "NCCL") else "SHM",
+            cross_communicator=None if cross == "NCCL" else cross,
+            cuda_inner_communicator=cuda_inner,
+            cuda_cross_communicator=cross or ("NCCL" if cuda_inner == "NCCL" else None),
+            inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", reductions),
+            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", reductions),
             intra_broadcast=read.flag("CGX_INTRA_BROADCAST", True),
             intra_compress=read.flag("CGX_INTRA_COMPRESS", True),
             node_id=read.text("CGX_NODE_ID"),
             num_threads=read.optional_integer("CGX_NUM_THREADS", 1, 256),
-            simd=read.optional_choice("CGX_SIMD", _SIMD, _SIMD),
+            simd=read.optional_choice("CGX_SIMD", _SIMD),
         )
 
     def message_transport(self, one_host: bool) -> str | None:
@@ -148,20 +156,18 @@ class _Reader:
             raise _wrong(name, raw, "0 or 1")
         return raw == "1"
 
-    def optional_choice(self, name: str, here: Sequence[str], planned: Sequence[str]) -> str | None:
-        """One of the words `here`, in any case; one that is only `planned` is refused with that reason."""
+    def optional_choice(self, name: str, words: Sequence[str]) -> str | None:
+        """One of these words, in any case."""
         raw = self.text(name)
         if raw is None:
             return None
-        for word in here:
+        for word in words:
             if raw.lower() == word.lower():
                 return word
-        if raw.lower() in (word.lower() for word in planned):
-            raise _not_yet(name, raw, _either(here))
-        raise _wrong(name, raw, _either(here))
+        raise _wrong(name, raw, _either(words))
 
-    def choice(self, name: str, default: str, here: Sequence[str], planned: Sequence[str]) -> str:
-        return self.optional_choice(name, here, planned) or default
+    def choice(self, name: str, default: str, words: Sequence[str]) -> str:
+        return self.optional_choice(name, words) or default
 
     def optional_integer(self, name: str, least: int, most: int) -> int | None:
         return None if self.text(name) is None else self.integer(name, least, least, most)
@@ -173,7 +179,3 @@ def _either(words: Sequence[str]) -> str:
 
 def _wrong(name: str, value: str, allowed: str) -> ValueError:
     return ValueError(f"{name}={value!r} is not valid: allowed is {allowed}")
-
-
-def _not_yet(name: str, value: str, allowed: str) -> ValueError:
-    return ValueError(f"{name}={value!r}: this version does not have that yet; allowed is {allowed}")

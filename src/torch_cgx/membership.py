@@ -12,11 +12,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from torch_cgx import _native
+from torch_cgx.calls import NAMES
 from torch_cgx.config import Settings
 from torch_cgx.errors import MismatchError, SharedMemoryError
 from torch_cgx.executors.shm import SharedGroup
@@ -24,7 +26,7 @@ from torch_cgx.kernels.cpu import available, means, thread_count
 from torch_cgx.transports.factory import check_choice
 from torch_cgx.version import __version__
 
-__all__ = ["Membership", "agree", "join", "open_shared_group"]
+__all__ = ["Joining", "Membership", "agree", "join", "open_shared_group"]
 
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
@@ -48,6 +50,19 @@ class Membership:
     def ranks_here(self, rank: int) -> int:
         """How many ranks share this one's node."""
         return self.nodes.count(self.nodes[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What one rank knows while its group is being made."""
+
+    prefixed: Callable[[str], Store]  # a part of the group's store, by a name of its own
+    rank: int
+    world: int
+    timeout: timedelta
+    global_ranks: tuple[int, ...]
+    settings: Settings
+    members: Membership
 
 
 def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Settings]) -> Settings:
@@ -88,21 +103,16 @@ def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: 
     )
 
 
-def open_shared_group(
-    store: Store,
-    rank: int,
-    world: int,
-    global_ranks: Sequence[int],
-    names: tuple[Sequence[str], Sequence[str], Sequence[str]],
-    settings: Settings,
-) -> SharedGroup | None:
+def open_shared_group(joining: Joining, prefix: str) -> SharedGroup | None:
     """The group's shared memory, mapped by all ranks and nameless by now; None (said once) where that cannot be."""
+    store, rank, world = joining.prefixed(prefix), joining.rank, joining.world
+    global_ranks = joining.global_ranks
     created = _create_control(world) if rank == 0 else {}
     try:
         if rank == 0:
             store.set("control", json.dumps(created))
         control = _read(store, "control")
-        group, problem = _open_control(control, rank, world, global_ranks, names, settings)
+        group, problem = _open_control(control, joining)
         store.set(f"opened/{rank}", json.dumps({"problem": problem}))
         problems = {other: str(_read(store, f"opened/{other}")["problem"]) for other in range(world)}
     finally:
@@ -125,20 +135,15 @@ def open_shared_group(
     return None
 
 
-def _open_control(
-    control: dict[str, Any],
-    rank: int,
-    world: int,
-    global_ranks: Sequence[int],
-    names: tuple[Sequence[str], Sequence[str], Sequence[str]],
-    settings: Settings,
-) -> tuple[SharedGroup | None, str]:
+def _open_control(control: dict[str, Any], joining: Joining) -> tuple[SharedGroup | None, str]:
     """The group, or what stands in the way."""
     if control["problem"]:
         return None, str(control["problem"])
+    rank, world, settings = joining.rank, joining.world, joining.settings
     how = means(settings.simd, thread_count(settings.num_threads, ranks_here=world))
+    name, limit_nbytes = str(control["name"]), int(control["limit"])
     try:
-        return SharedGroup(str(control["name"]), rank, world, global_ranks, names, how, int(control["limit"])), ""
+        return SharedGroup(name, rank, world, joining.global_ranks, NAMES, how, limit_nbytes), ""
     except SharedMemoryError as error:
         return None, str(error)
 

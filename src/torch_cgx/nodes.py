@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-
-from torch._C._distributed_c10d import Store
+from collections.abc import Sequence
 
 from torch_cgx.algorithms import Topology, hierarchical
 from torch_cgx.config import Settings
 from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.kernels.cpu import default_kernels, thread_count
-from torch_cgx.membership import Membership
+from torch_cgx.membership import Joining
 from torch_cgx.transports import Transport
 from torch_cgx.transports.factory import open_transport
 
-__all__ = ["open_executor", "topology_of"]
+__all__ = ["open_executor", "open_transports", "topology_of"]
 
 
 def topology_of(nodes: Sequence[str], settings: Settings) -> Topology:
@@ -34,26 +31,29 @@ def topology_of(nodes: Sequence[str], settings: Settings) -> Topology:
     )
 
 
-def open_executor(
-    prefixed: Callable[[str], Store],
-    rank: int,
-    world: int,
-    timeout: timedelta,
-    global_ranks: Sequence[int],
-    members: Membership,
-    settings: Settings,
-) -> tuple[MessageExecutor, Topology]:
+def open_executor(joining: Joining) -> tuple[MessageExecutor, Topology]:
     """All ranks of the group call it, each with its own end of the store."""
+    settings, members, rank = joining.settings, joining.members, joining.rank
     topology = topology_of(members.nodes, settings)
     name = settings.message_transport(members.one_host)
-    between = open_transport(name, prefixed("messages"), rank, world, timeout, global_ranks)
-    within = between
-    inner = settings.inner_communicator
-    if not topology.is_flat and inner not in ("SHM", name):
-        within = open_transport(inner, prefixed("messages within"), rank, world, timeout, global_ranks)
-    transports: list[Transport | None] = [
-        within if node == topology.nodes[rank] else between for node in topology.nodes
-    ]
-    transports[rank] = None
+    transports = open_transports(joining, "messages", topology, settings.inner_communicator, name)
     kernels = default_kernels(settings.simd, thread_count(settings.num_threads, members.ranks_here(rank)))
-    return MessageExecutor(transports, kernels, rank, global_ranks, settings.fusion_nbytes // 4), topology
+    return MessageExecutor(transports, kernels, rank, joining.global_ranks, settings.fusion_nbytes // 4), topology
+
+
+def open_transports(
+    joining: Joining, prefix: str, topology: Topology, inner: str, cross: str | None
+) -> list[Transport | None]:
+    """One for each peer, by rank. SHM within a node: the loopback of what goes between nodes."""
+
+    def opened(name: str | None, prefix: str) -> Transport:
+        store = joining.prefixed(prefix)
+        return open_transport(name, store, joining.rank, joining.world, joining.timeout, joining.global_ranks)
+
+    between = within = opened(cross, prefix)
+    if not topology.is_flat and inner not in ("SHM", cross):
+        within = opened(inner, f"{prefix} within")
+    home = topology.nodes[joining.rank]
+    transports: list[Transport | None] = [within if node == home else between for node in topology.nodes]
+    transports[joining.rank] = None
+    return transports

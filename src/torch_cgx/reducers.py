@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from torch_cgx import _native
 from torch_cgx.algorithms import Topology
 from torch_cgx.calls import collective_call
 from torch_cgx.config import Compression, Settings
+from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.messages import MessageExecutor
-from torch_cgx.executors.pipeline import AHEAD, Reduction
+from torch_cgx.executors.pipeline import AHEAD
 from torch_cgx.executors.schedule import staged_slices
 from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
 from torch_cgx.kernels import Rounding
@@ -31,7 +33,18 @@ from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer, make_layout
 from torch_cgx.work import Completions, JobWork, PolledWork, SharedWork
 
-__all__ = ["MessageReducer", "Place", "Reducer", "Request", "SharedReducer", "message_slice_nbytes"]
+__all__ = [
+    "Counts",
+    "MessageReducer",
+    "Place",
+    "Reducer",
+    "Request",
+    "SharedReducer",
+    "call_of",
+    "make_reduction",
+    "message_slice_nbytes",
+    "stable_hash",
+]
 
 _PREPARED = 1024  # kept a group; a training has a few dozen shapes
 
@@ -96,6 +109,23 @@ class Place:
         return 1.0 / self.world if reduction == "AVG" else 1.0
 
 
+def call_of(request: Request, place: Place) -> _native.Call:
+    """What the board says of it."""
+    if request.operation == "barrier":  # its values are nobody's business
+        return collective_call("barrier")
+    tensor, compression = request.tensor, request.compression
+    plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
+    return collective_call(
+        request.operation,
+        tensor.dtype,
+        tuple(tensor.shape),
+        reduction=request.reduction,
+        bits=compression.bits,
+        block=0 if compression.bits == 32 else compression.block,
+        layout=0 if plain and tensor.is_contiguous() else stable_hash((tensor.stride(), place.cut(request))),
+    )
+
+
 @dataclass(slots=True)
 class _Kept:
     """What an operation needs until it is done."""
@@ -149,21 +179,9 @@ class SharedReducer:
             pending.popleft()
 
     def _prepare(self, key: object, request: Request) -> Prepared:
-        tensor, compression, place = request.tensor, request.compression, self._place
+        tensor, place = request.tensor, self._place
         layers = place.cut(request)
-        exact = compression.bits == 32
-        plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
-        call = collective_call(
-            request.operation,
-            tensor.dtype,
-            tuple(tensor.shape),
-            reduction=request.reduction,
-            bits=compression.bits,
-            block=0 if exact else compression.block,
-            layout=0 if plain and tensor.is_contiguous() else stable_hash((tensor.stride(), layers)),
-        )
-        if request.operation == "barrier":  # its values are nobody's business
-            call = collective_call("barrier")
+        call = call_of(request, place)
         plan = make_plan(
             layers,
             place.rank,
@@ -206,6 +224,45 @@ class SharedReducer:
         self._pending.clear()
 
 
+class Counts:
+    """What was done, as far as it is known when an operation is submitted."""
+
+    def __init__(self) -> None:
+        names = ("operations", "compressed_operations", "bytes_before", "bytes_after")
+        self.figures: dict[str, float] = dict.fromkeys(names, 0)
+
+    def add(self, reduction: Reduction) -> None:
+        chunks = [chunk for part in reduction.layout.slices for chunk in part.chunks]
+        self.figures["operations"] += 1
+        self.figures["compressed_operations"] += any(piece.bits != 32 for chunk in chunks for piece in chunk.pieces)
+        self.figures["bytes_before"] += reduction.values.numel() * reduction.values.element_size()
+        self.figures["bytes_after"] += sum(chunk.nbytes for chunk in chunks)
+
+
+def make_reduction(request: Request, place: Place, topology: Topology, slice_nbytes: int) -> tuple[Reduction, bool]:
+    """What a request means to an executor of programs, but for its number; whether it needs a float32 copy.
+
+    What is summed up in several steps would be rounded to 16 bits, and might overflow, between them.
+    """
+    tensor = request.tensor
+    if not tensor.is_inference():
+        increment_version(tensor)  # autograd shall notice that values it saved have changed
+    layers = place.cut(request)
+    widened = tensor.element_size() == 2 and (not topology.is_flat or topology.algorithm == "RING")
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction)
+    reduction = Reduction(
+        values=torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)),
+        layout=make_layout(layers, topology.n_chunks, 4 if widened else tensor.element_size(), slice_nbytes),
+        topology=topology,
+        scale=place.scale(request.reduction),
+        rounding=Rounding(place.stochastic(request), place.settings.seed),
+        agreed=stable_hash((*facts, _hash_of(layers))),
+        residual=request.residual,
+    )
+    return reduction, widened
+
+
 class MessageReducer:
     """Hands requests to the message executor."""
 
@@ -220,38 +277,22 @@ class MessageReducer:
 
     def submit(self, request: Request) -> JobWork:
         tensor, place = request.tensor, self._place
-        if not tensor.is_inference():
-            increment_version(tensor)
-        flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
-        layers = place.cut(request)
         nbytes = tensor.numel() * tensor.element_size()
         topology = self._tiny_topology if nbytes * place.world <= _TINY_NBYTES else self._topology
         slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes, topology)
-        # What is summed up in several steps would be rounded, and might overflow, between them.
-        widened = tensor.element_size() == 2 and (not topology.is_flat or topology.algorithm == "RING")
+        reduction, widened = make_reduction(request, place, topology, slice_nbytes)
         reduce = self._executor.allreduce_widened if widened else self._executor.allreduce
-        layout = make_layout(layers, topology.n_chunks, 4 if widened else tensor.element_size(), slice_nbytes)
-        strides = None if tensor.is_contiguous() else tensor.stride()
-        facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction)
         with self._lock:
             self._sequence += 1
-            rounding = Rounding(place.stochastic(request), place.settings.seed, self._sequence)
-            agreed = stable_hash((*facts, _hash_of(layers)))
-            scale = place.scale(request.reduction)
-            job = reduce(Reduction(flat, layout, topology, scale, rounding, agreed, request.residual))
-            self._counts["operations"] += 1
-            self._counts["compressed_operations"] += _is_compressed(layers)
-            self._counts["bytes_before"] += tensor.numel() * tensor.element_size()
-            self._counts["bytes_after"] += sum(part.nbytes for part in layout.slices)
+            job = reduce(reduction.numbered(self._sequence))
+            self._counts.add(reduction)
         return JobWork(job, request.result, place.completions)
 
     def stats(self) -> dict[str, float]:
-        return {**self._counts, **self._executor.stats()}
+        return {**self._counts.figures, **self._executor.stats()}
 
     def reset_stats(self) -> None:
-        self._counts: dict[str, float] = dict.fromkeys(
-            ("operations", "compressed_operations", "bytes_before", "bytes_after"), 0
-        )
+        self._counts = Counts()
         self._executor.reset_stats()
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -22,7 +22,7 @@ from torch.autograd.profiler import record_function
 from torch_cgx.errors import CGXError, CGXTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
-    from torch_cgx.executors.messages import Job
+    from torch_cgx.executors.jobs import Job
     from torch_cgx.executors.shm import SharedGroup
 
 __all__ = ["CarriedWork", "Completions", "CompositeWork", "DoneWork", "JobWork", "PolledWork", "SharedWork"]
@@ -99,7 +99,15 @@ class PolledWork(Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self._completions.future_of(self, self._result)
+        return self._completions.future_of(self)
+
+    def new_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """One for its result."""
+        return torch.futures.Future()
+
+    def settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        """Give it the result, once that is there; runs its callbacks."""
+        future.set_result(self._result)
 
 
 class SharedWork(PolledWork):
@@ -250,7 +258,7 @@ class DoneWork(PolledWork):
 
 
 # A work, and either the future that shall get its result, or None and a name for the profiler.
-_Item = tuple[PolledWork, Any, Any]
+_Item = tuple[PolledWork, Any, str]
 
 
 class Completions:
@@ -267,9 +275,9 @@ class Completions:
         self._threads: set[threading.Thread] = set()
         self._in_callbacks = 0
 
-    def future_of(self, work: PolledWork, result: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        self._enqueue((work, future, result))
+    def future_of(self, work: PolledWork) -> torch.futures.Future[list[torch.Tensor]]:
+        future = work.new_future()
+        self._enqueue((work, future, ""))
         # A future that failed by set_exception crashes DDP's C++, which does not expect a Python exception there; what
         # .then makes of it carries a plain C++ error with the same text.
         return future.then(lambda done: done.value())
@@ -303,13 +311,13 @@ class Completions:
     def _run(self) -> None:
         try:
             while (item := self._waiting.get()) is not None:
-                work, future, what = item
+                work, future, name = item
                 if future is None:
-                    with record_function(str(what)), contextlib.suppress(RuntimeError):
+                    with record_function(name), contextlib.suppress(RuntimeError):
                         work.wait()
                 else:
-                    self._complete(work, future, what)
-                del item, work, future, what  # keeps no tensor alive while the queue is empty
+                    self._complete(work, future)
+                del item, work, future  # keeps no tensor alive while the queue is empty
                 with self._lock:
                     if len(self._threads) - self._in_callbacks > 1:
                         # Before the lock is free again: a second thread that came to the same conclusion from a count
@@ -320,9 +328,7 @@ class Completions:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _complete(
-        self, work: PolledWork, future: torch.futures.Future[list[torch.Tensor]], result: list[torch.Tensor]
-    ) -> None:
+    def _complete(self, work: PolledWork, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         failure: Exception | None = None
         try:
             while not work.poll(SLICE_MS):
@@ -335,7 +341,7 @@ class Completions:
                 self._ensure_thread()
         try:
             if failure is None:
-                future.set_result(result)
+                work.settle(future)
             else:
                 future.set_exception(failure)  # type: ignore[arg-type]
         finally:

@@ -31,11 +31,6 @@ def test_without_variables_the_defaults_hold_and_nothing_is_compressed() -> None
         ("CGX_COMPRESSION_STOCHASTIC", "0", "stochastic", False),
         ("CGX_COMPRESSION_SEED", "18446744073709551615", "seed", 2**64 - 1),
         ("CGX_FUSION_BUFFER_SIZE_MB", "8", "fusion_nbytes", 8 << 20),
-        ("CGX_INNER_COMMUNICATOR_TYPE", "shm", "inner_communicator", "SHM"),
-        ("CGX_INNER_COMMUNICATOR_TYPE", "Gloo", "inner_communicator", "GLOO"),
-        ("CGX_INNER_COMMUNICATOR_TYPE", "MPI", "inner_communicator", "MPI"),
-        ("CGX_CROSS_COMMUNICATOR_TYPE", "GLOO", "cross_communicator", "GLOO"),
-        ("CGX_CROSS_COMMUNICATOR_TYPE", "mpi", "cross_communicator", "MPI"),
         ("CGX_INNER_REDUCTION_TYPE", "SRA", "inner_reduction", "SRA"),
         ("CGX_INNER_REDUCTION_TYPE", "RING", "inner_reduction", "RING"),
         ("CGX_CROSS_REDUCTION_TYPE", "sra", "cross_reduction", "SRA"),
@@ -61,17 +56,24 @@ def test_a_variable_sets_its_field_and_no_other(variable: str, value: str, field
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
+    ("inner", "cross", "on_cpu", "on_cuda"),
     [
-        ("CGX_INNER_COMMUNICATOR_TYPE", "NCCL"),
-        ("CGX_CROSS_COMMUNICATOR_TYPE", "nccl"),
+        ("", "", ("SHM", None), ("NCCL", "NCCL")),
+        ("nccl", "NCCL", ("SHM", None), ("NCCL", "NCCL")),
+        ("SHM", "", ("SHM", None), ("SHM", None)),
+        ("Gloo", "", ("GLOO", None), ("GLOO", None)),
+        ("MPI", "GLOO", ("MPI", "GLOO"), ("MPI", "GLOO")),
+        ("", "GLOO", ("SHM", "GLOO"), ("NCCL", "GLOO")),
+        ("SHM", "NCCL", ("SHM", None), ("SHM", "NCCL")),
     ],
 )
-def test_what_this_version_does_not_have_is_refused_and_never_ignored(variable: str, value: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        Settings.from_environ({variable: value})
-    text = str(caught.value)
-    assert variable in text and value in text and "does not have that yet" in text and "allowed is" in text
+def test_cuda_tensors_go_over_nccl_unless_told_otherwise_and_cpu_tensors_never(
+    inner: str, cross: str, on_cpu: tuple[str, str | None], on_cuda: tuple[str, str | None]
+) -> None:
+    given = {"CGX_INNER_COMMUNICATOR_TYPE": inner, "CGX_CROSS_COMMUNICATOR_TYPE": cross}
+    settings = Settings.from_environ(given)
+    assert (settings.inner_communicator, settings.cross_communicator) == on_cpu
+    assert (settings.cuda_inner_communicator, settings.cuda_cross_communicator) == on_cuda
 
 
 @pytest.mark.parametrize(
@@ -161,6 +163,8 @@ def test_the_fingerprint_is_what_ranks_must_share_and_goes_through_json() -> Non
         "fusion_nbytes": 1,
         "inner_communicator": "GLOO",
         "cross_communicator": "MPI",
+        "cuda_inner_communicator": "SHM",
+        "cuda_cross_communicator": "GLOO",
         "inner_reduction": "RING",
         "cross_reduction": "RING",
         "intra_broadcast": False,

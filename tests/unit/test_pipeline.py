@@ -18,7 +18,8 @@ from torch import Tensor
 from torch_cgx.algorithms import Topology
 from torch_cgx.errors import MismatchError
 from torch_cgx.executors import memory
-from torch_cgx.executors.pipeline import Pipeline, Reduction
+from torch_cgx.executors.computing import Reduction
+from torch_cgx.executors.pipeline import Pipeline
 from torch_cgx.executors.staging import Staging
 from torch_cgx.kernels import NEAREST, Rounding
 from torch_cgx.kernels.cpu import default_kernels

@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 
 import torch_cgx
-from torch_cgx.cli import busy, hosts
+from torch_cgx.cli import busy, gpus, hosts
+from torch_cgx.cli.gpus import Place
 from torch_cgx.cli.link import count_link_nbytes
 from torch_cgx.cli.processes import Message, Report, join_world
 from torch_cgx.cli.registry import CommandFailed
@@ -71,15 +72,18 @@ class Plan:
     seconds: float  # to spend on one size of one backend
     busy: bool
     nodes: int = 1
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
     backend: str
     group: dist.ProcessGroup
+    place: Place
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+        self.place.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +98,7 @@ class Check:
 def run(arguments: Message, report: Report) -> Message:
     plan = Plan(**{**arguments, "sizes": tuple(arguments["sizes"]), "against": tuple(arguments["against"])})
     join_world(TIMEOUT_S)
-    torch_cgx.set_default(bits=plan.bits, bucket_size=plan.bucket_size)
-    contestants = [
-        Contestant(backend, dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_S)))
-        for backend in ("cgx", *plan.against)
-    ]
+    contestants = _contestants(plan)
     cells: list[Message] = []
     busy_cells: list[Message] = []
     for index, nbytes in enumerate(plan.sizes):
@@ -114,6 +114,29 @@ def run(arguments: Message, report: Report) -> Message:
     dist.barrier()
     dist.destroy_process_group()
     return {"cells": cells, "busy": busy_cells}
+
+
+def check(arguments: Message, report: Report) -> Message:
+    """Only the check of cgx, on one size: for `cgx doctor`. Raises `WrongResult`."""
+    sizes = (arguments.pop("nbytes"),)
+    plan = Plan(**arguments, sizes=sizes, against=(), seconds=0.0, busy=False)
+    join_world(TIMEOUT_S)
+    (ours,) = _contestants(plan)
+    found = _check(plan, ours, sizes[0])
+    dist.barrier()
+    dist.destroy_process_group()
+    return asdict(found)
+
+
+def _contestants(plan: Plan) -> list[Contestant]:
+    torch_cgx.set_default(bits=plan.bits, bucket_size=plan.bucket_size)
+    place = gpus.place_of(plan.device)
+    place.put(torch.empty(1))  # this rank's device is the current one from now on, as NCCL wants it
+    timeout = timedelta(seconds=TIMEOUT_S)
+    return [
+        Contestant(backend, dist.new_group(backend=backend, timeout=timeout), place)
+        for backend in ("cgx", *plan.against)
+    ]
 
 
 def _measure(plan: Plan, contestants: list[Contestant], nbytes: int, progress: _SizeProgress) -> list[Message]:
@@ -192,7 +215,7 @@ def _source(plan: Plan, nbytes: int) -> torch.Tensor:
     """This rank's values at the start of a batch."""
     dtype: torch.dtype = getattr(torch, plan.dtype)
     values = torch.cat([part for _, part in _parts(dist.get_rank(), nbytes // dtype.itemsize, dtype)])
-    return values.mul_(2.0 ** EXPONENTS[dtype][0])
+    return gpus.place_of(plan.device).put(values.mul_(2.0 ** EXPONENTS[dtype][0]))
 
 
 def _parts(rank: int, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
@@ -215,10 +238,11 @@ def _check(plan: Plan, contestant: Contestant, nbytes: int) -> Check:
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype: torch.dtype = getattr(torch, plan.dtype)
     numel = nbytes // dtype.itemsize
-    result = torch.cat([part for _, part in _parts(rank, numel, dtype)])
+    reduced = contestant.place.put(torch.cat([part for _, part in _parts(rank, numel, dtype)]))
     sent_before = _sent_nbytes(contestant)
-    contestant.all_reduce(result)
+    contestant.all_reduce(reduced)
     sent_after = _sent_nbytes(contestant)
+    result = reduced.cpu()
 
     error_square = exact_square = max_error = largest = 0.0
     low = torch.full((world + 1,), math.inf, dtype=torch.float64)  # of every rank's values, and of the sum

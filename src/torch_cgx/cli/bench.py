@@ -17,13 +17,16 @@ from typing import Any
 from torch_cgx.cli import hosts, registry
 from torch_cgx.cli.registry import CommandFailed, UsageError, command
 
+SETTINGS = ("bits", "bucket_size", "dtype", "device", "sizes", "against", "seconds", "busy")
+"""What the ranks are told of the arguments."""
+
 
 def against(text: str) -> tuple[str, ...]:
     """Backends to compare with; `none` for cgx alone."""
     import torch.distributed as dist
 
     names = () if text == "none" else tuple(text.split(","))
-    allowed = ["gloo", *(["mpi"] if dist.is_mpi_available() else [])]
+    allowed = ["gloo", *(["mpi"] if dist.is_mpi_available() else []), *(["nccl"] if dist.is_nccl_available() else [])]
     if any(name not in allowed for name in names) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {', '.join(allowed)} or none")
     return names
@@ -60,7 +63,8 @@ def add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE,...",
         help="bytes of the tensor, K = 1024 (64K,4M,25M,64M)",
     )
-    add("--against", type=against, default=("gloo",), metavar="BACKEND", help="gloo, or none (gloo)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are; cuda: a GPU each process (cpu)")
+    add("--against", type=against, metavar="BACKEND", help="gloo, nccl, or none (gloo; with --device cuda nccl)")
     add(
         "--seconds",
         type=registry.positive_seconds,
@@ -104,13 +108,15 @@ def bench_allreduce(options: argparse.Namespace) -> int:
 
     if options.rate and not options.nodes:
         raise UsageError("argument --rate: a rate is of the links between nodes, so it needs --nodes as well")
+    if options.device == "cuda":
+        _check_gpus(options)
+    if options.against is None:
+        options.against = ("nccl",) if options.device == "cuda" else ("gloo",)
     nproc = options.nproc or (1 if options.nodes else 2)
     if nproc == 1 and not options.nodes:
         raise UsageError("argument --nproc: 1 is not allowed: a whole number from 2 to 256, or --nodes as well")
 
-    settings = {
-        key: getattr(options, key) for key in ("bits", "bucket_size", "dtype", "sizes", "against", "seconds", "busy")
-    } | {"nodes": options.nodes or 1}
+    settings = {key: getattr(options, key) for key in SETTINGS} | {"nodes": options.nodes or 1}
     load = machine.load()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     link: dict[str, Any] | None = None
@@ -165,6 +171,22 @@ def bench_allreduce(options: argparse.Namespace) -> int:
         draw_allreduce(result, options.plot)
         print(f"plot: {options.plot}")
     return 0
+
+
+def _check_gpus(options: argparse.Namespace) -> None:
+    """Nothing that is asked for may need what this host has not; without --nproc, all its GPUs are taken."""
+    from torch_cgx.cli import gpus
+
+    if options.nodes:
+        raise UsageError("argument --device: cuda is not allowed with --nodes, whose hosts share this one's GPUs")
+    if options.busy:
+        raise UsageError("argument --busy: it measures how CPU tensors fare; not allowed with --device cuda")
+    if options.against and "nccl" not in options.against:
+        raise UsageError("argument --against: with --device cuda allowed are nccl and none")
+    count = gpus.all_gpus().count()
+    options.nproc = options.nproc or count
+    if not 2 <= options.nproc <= count:
+        raise UsageError(f"argument --device: cuda needs a GPU for each of 2 or more processes; torch sees {count}")
 
 
 def format_allreduce(result: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """`cgx doctor`: what is installed, what it runs on, which settings are in force, and what to fix.
 
-It only looks; it starts no processes and changes nothing.
+Without GPUs it only looks, and starts no processes. On GPUs it tries the kernels and an all_reduce (gpu_check.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command("doctor", summary="what is installed, and what to fix", arguments=add_arguments)
 def doctor(options: argparse.Namespace) -> int:
     """Print the facts that decide how fast torch_cgx runs here. Exit code 1 if something must be fixed."""
-    from torch_cgx.cli import machine
+    from torch_cgx.cli import gpu_check, gpus, machine
+    from torch_cgx.cuda.engine import triton_kernels
     from torch_cgx.transports import factory
 
     facts = machine.facts()
     free_nbytes = machine.shared_memory_free_nbytes()
     transports = factory.describe()
     settings, complaint = settings_in_force()
-    problems = [complaint] if complaint else []
-    advice = []
+    found = gpu_check.examine(gpus.all_gpus(), triton_kernels)
+    problems = [*([complaint] if complaint else []), *found.problems]
+    advice = [*found.advice]
     if not facts["native"]:
         advice.append("the native library is missing, kernels run in plain torch: install g++, then reinstall")
     if free_nbytes is None:
@@ -45,6 +47,7 @@ def doctor(options: argparse.Namespace) -> int:
             "machine": facts,
             "shared_memory_free_nbytes": free_nbytes,
             "transports": transports,
+            "gpus": found.facts,
             "settings": settings,
             "problems": problems,
             "advice": advice,
@@ -57,6 +60,7 @@ def doctor(options: argparse.Namespace) -> int:
                 "native": "yes" if facts["native"] else "no",
                 f"{machine.SHARED_MEMORY} free": format_free(free_nbytes),
                 **{f"transport {name}": text for name, text in transports.items()},
+                **found.facts,
             },
             settings,
             problems,

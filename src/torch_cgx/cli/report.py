@@ -9,7 +9,7 @@ One schema for every benchmark; fields are only ever added within a version:
     command         the arguments after `cgx`
     machine         cpu, cores (that the run may use), os, python, torch, torch_cgx, native (library), simd
     load            load average of the minute before the start; a quiet machine has less than 0.5
-    settings        nproc (on each node), nodes, bits, bucket_size, dtype, sizes, against, seconds, busy,
+    settings        nproc (on each node), nodes, bits, bucket_size, dtype, device, sizes, against, seconds, busy,
                     omp_num_threads
     link            null on one host; with --nodes:
         nodes, rate         rate as given, null for no limit

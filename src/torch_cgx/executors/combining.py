@@ -30,13 +30,14 @@ def combine(
     numel = max(piece.offset + piece.numel for piece in pieces) - start
     if start:
         pieces = [replace(piece, offset=piece.offset - start) for piece in pieces]
-    total = torch.empty(numel, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    total = torch.empty(numel, dtype=wide, device=values.device)
     if total.dtype == values.dtype:
         _sum(kernels, pieces, payloads, total)
     else:
         _sum_narrow(kernels, pieces, payloads, total, values.dtype)
     total *= torch.tensor(scale, dtype=total.dtype)
-    nan = torch.tensor(math.nan, dtype=values.dtype)
+    nan = torch.tensor(math.nan, dtype=values.dtype)  # on no device in particular, being one number
     for piece in pieces:
         piece_total = total[piece.offset : piece.offset + piece.numel]
         target = values[start + piece.offset : start + piece.offset + piece.numel]
@@ -59,7 +60,7 @@ def _sum_narrow(
         if piece.bits != 32 and piece.numel > piece.raw_tail
     ]
     with_raw = [piece for piece in pieces if piece.raw_tail]
-    arrived = torch.empty(total.numel() if with_raw else 0, dtype=dtype)
+    arrived = torch.empty(total.numel() if with_raw else 0, dtype=dtype, device=total.device)
     _sum(kernels, quantized, payloads, total)
     for number, payload in enumerate(payloads):
         kernels.decode(with_raw, payload, arrived)

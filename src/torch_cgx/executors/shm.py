@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -24,13 +24,13 @@ from torch_cgx.errors import (
     PoisonedError,
     SharedMemoryError,
 )
-from torch_cgx.executors.programs import programs_for
+from torch_cgx.executors.programs import SharedSlot, programs_for
 from torch_cgx.kernels import Piece
 from torch_cgx.kernels.cpu import DTYPES
 from torch_cgx.layout import Layer, Layout, make_layout
-from torch_cgx.program import Add, Combine, Decode, Encode, Receive, Reduce, Send
+from torch_cgx.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send
 
-__all__ = ["Plan", "Prepared", "SharedGroup", "make_plan"]
+__all__ = ["Plan", "Prepared", "SharedGroup", "Tables", "make_plan"]
 
 PENDING = 1
 _ALIGNMENT = 64  # bytes: no two slots share a cache line
@@ -58,14 +58,11 @@ def pipeline_values_nbytes(world: int) -> int:
 
 
 class Plan:
-    """One rank's tables for one layout; immutable, and used by any number of operations."""
+    """One rank's tables; immutable, and used by any number of operations."""
 
-    def __init__(self, layout: Layout, rank: int, world: int, dtype: torch.dtype, algorithm: str) -> None:
-        tables = _Tables(rank, world, algorithm)
-        for part in layout.slices:
-            tables.add([chunk.pieces for chunk in part.chunks], [chunk.nbytes for chunk in part.chunks])
+    def __init__(self, tables: Tables, payload_nbytes: int, dtype: torch.dtype) -> None:
         self.half_nbytes = tables.half_nbytes
-        self.payload_nbytes = sum(part.nbytes for part in layout.slices)
+        self.payload_nbytes = payload_nbytes
         lib = _native.library()
         assert lib is not None
         self._free = lib.cgx_plan_free
@@ -76,11 +73,11 @@ class Plan:
             self._free(self.handle)
 
 
-class _Tables:
-    """Collects the rows of a plan, slice by slice."""
+class Tables:
+    """Collects the rows of a plan, program by program."""
 
-    def __init__(self, rank: int, world: int, algorithm: str) -> None:
-        self._rank, self._world, self._algorithm = rank, world, algorithm
+    def __init__(self, world: int) -> None:
+        self._world = world
         self._pieces: list[Piece] = []
         self._slots: list[tuple[int, int, int, int]] = []
         self._inputs: list[int] = []
@@ -88,13 +85,17 @@ class _Tables:
         self._slice_steps = [0]
         self.half_nbytes = 0
 
-    def add(self, chunk_pieces: Sequence[tuple[Piece, ...]], chunk_nbytes: Sequence[int]) -> None:
-        nonempty = tuple(nbytes > 0 for nbytes in chunk_nbytes)
-        programs, slots = programs_for(Topology.flat(self._algorithm, self._world), nonempty)
+    def add(
+        self,
+        program: Program,
+        slots: Mapping[str, SharedSlot],
+        slot_nbytes: Sequence[int],
+        chunk_pieces: Sequence[Sequence[Piece]],
+    ) -> None:
+        """One rank's steps. `slots` are all ranks', in the order of their index, as are their lengths."""
         first_slot = len(self._slots)
         offset = 0
-        for slot in slots.values():
-            nbytes = chunk_nbytes[slot.chunk]
+        for slot, nbytes in zip(slots.values(), slot_nbytes, strict=True):
             self._slots.append((offset, nbytes, slot.writer, slot.flag))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.half_nbytes = max(self.half_nbytes, offset)
@@ -102,9 +103,9 @@ class _Tables:
         for pieces in chunk_pieces:
             first_piece.append(len(self._pieces))
             self._pieces.extend(pieces)
-        for step in programs[self._rank]:
+        for step in program:
             if isinstance(step, Add | Combine):
-                raise ValueError(f"over shared memory: expected SRA or RING, got {self._algorithm}: {step}")
+                raise ValueError(f"over shared memory: expected SRA or RING, got another algorithm's step: {step}")
             row = [_KINDS[type(step)], first_slot + slots[step.slot].index, 0, 0, 0, 0, 0, 0]
             if isinstance(step, Send | Receive):
                 row[2] = step.peer
@@ -164,7 +165,7 @@ def make_plan(
     within_payload = PIPELINE_PAYLOAD_NBYTES * values_nbytes // max(payload_nbytes, 1)
     slice_nbytes = max(1, min(slice_nbytes, pipeline_values_nbytes(world), within_payload))
     while True:
-        plan = Plan(make_layout(layers, world, dtype.itemsize, slice_nbytes), rank, world, dtype, algorithm)
+        plan = _plan_of(make_layout(layers, world, dtype.itemsize, slice_nbytes), rank, world, dtype, algorithm)
         if 2 * plan.half_nbytes <= limit_nbytes:
             return plan
         if slice_nbytes <= 1024:
@@ -174,6 +175,16 @@ def make_plan(
                 "make /dev/shm larger or blocks smaller"
             )
         slice_nbytes //= 2
+
+
+def _plan_of(layout: Layout, rank: int, world: int, dtype: torch.dtype, algorithm: str) -> Plan:
+    tables = Tables(world)
+    for part in layout.slices:
+        nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
+        programs, slots = programs_for(Topology.flat(algorithm, world), nonempty)
+        slot_nbytes = [part.chunks[slot.chunk].nbytes for slot in slots.values()]
+        tables.add(programs[rank], slots, slot_nbytes, [chunk.pieces for chunk in part.chunks])
+    return Plan(tables, sum(part.nbytes for part in layout.slices), dtype)
 
 
 class Prepared:

@@ -132,7 +132,7 @@ class KnownBucket:
         for layer in self.layers:
             if self.quantizer(layer).bits == 32:
                 continue
-            values = layer.of(buffer)
+            values = layer.of(buffer).cpu()
             bits, block = layer.compression.bits, layer.compression.block
             payload = codec.quantize(values, bits, block)
             decoded = codec.dequantize(payload, layer.numel, values.dtype, bits, block)

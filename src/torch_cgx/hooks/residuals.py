@@ -24,7 +24,7 @@ class Residuals:
 
     def lay_out(self, parameters: Sequence[Tensor], names: Sequence[str | None]) -> Tensor:
         """The residuals of a grad bucket, one after the other: those kept so far, else zeros."""
-        flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
         views = torch.split(flat, [parameter.numel() for parameter in parameters])
         for parameter, name, view in zip(parameters, names, views, strict=True):
             kept = self._by_parameter.get(id(parameter))

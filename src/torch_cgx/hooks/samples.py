@@ -73,8 +73,8 @@ class Samples:
             return
         means = [sample.mean for sample, _ in known]
         values = [sample.of(layer.of(buffer)) for sample, layer in known]
-        if buffer.dtype != torch.float32:
-            values = [each.float() for each in values]
+        if buffer.dtype != torch.float32 or buffer.device.type != "cpu":
+            values = [each.to("cpu", torch.float32) for each in values]
         torch._foreach_lerp_(means, values, 1 - _DECAY)
 
     def measure(self, candidates: Sequence[Compression], kernels: Kernels) -> Tensor:

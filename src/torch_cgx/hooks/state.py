@@ -199,9 +199,11 @@ class CGXState:
 
         def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             averaged = future.value()[0]
-            nonfinite = averaged.device.type == "cpu" and known.may_be_nonfinite(averaged, compressing)
+            on_cpu = averaged.device.type == "cpu"  # elsewhere a look would make the host wait
+            nonfinite = on_cpu and known.may_be_nonfinite(averaged, compressing)
             if residual is not None and lost is not None:
-                residual.add_(torch.where(torch.isfinite(averaged), lost, 0) if nonfinite else lost)
+                group.keep(residual, lost)  # of the stream that callbacks run on
+                residual.add_(lost if on_cpu and not nonfinite else torch.where(torch.isfinite(averaged), lost, 0))
             if nonfinite:
                 known.look_at_average(averaged, step, looking)
             return averaged

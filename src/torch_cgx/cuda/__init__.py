@@ -1,0 +1,10 @@
+"""What a group does with CUDA tensors: `engine` is what this machine has for them, `exchanges` who carries their
+payloads, `reducer` what is done to them. Which are compressed is decided above, in `allreduces.py`.
+"""
+
+from __future__ import annotations
+
+from torch_cgx.cuda.engine import Engine, cuda_engine
+from torch_cgx.cuda.side import CudaSide, open_side
+
+__all__ = ["CudaSide", "Engine", "cuda_engine", "open_side"]

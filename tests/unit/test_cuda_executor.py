@@ -1,0 +1,219 @@
+"""The CUDA executor on a stand-in device, ranks as threads: the bits of the in-memory executor, in the right order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from standin import NotedKernels, StandInDevice
+from torch_cgx.algorithms import Topology
+from torch_cgx.executors import memory
+from torch_cgx.executors.computing import Reduction
+from torch_cgx.executors.cuda import CudaExecutor
+from torch_cgx.executors.rounds import rounds_for
+from torch_cgx.kernels import Rounding
+from torch_cgx.kernels.cpu import default_kernels
+from torch_cgx.layout import Layer, Layout, make_layout
+from torch_cgx.quantizers import Identity, MaxMin
+from torch_cgx.transports import Arrival
+
+TOPOLOGIES = {
+    "SRA": Topology.flat("SRA", 3),
+    "RING": Topology.flat("RING", 4),
+    "ALL_TO_ALL": Topology.flat("ALL_TO_ALL", 3),
+    "two nodes": Topology("SRA", (0, 0, 1, 1, 1)),
+    "two nodes, two shares": Topology("SRA", (0, 1, 0, 1), shares=2),
+    "two nodes, a ring, exact inside": Topology("RING", (0, 0, 1), compress_inside=False),
+}
+
+
+class Hall:
+    """Where all ranks exchange payloads at once; one exchange a rank."""
+
+    def __init__(self, world: int) -> None:
+        self.barrier = threading.Barrier(world, timeout=20)
+        self.boards: list[dict[int, Sequence[Tensor]]] = []
+        self.lock = threading.Lock()
+
+    def board(self, number: int) -> dict[int, Sequence[Tensor]]:
+        with self.lock:
+            while len(self.boards) <= number:
+                self.boards.append({})
+            return self.boards[number]
+
+
+class HallExchange:
+    waits = False
+    most_nbytes = None
+
+    def __init__(self, hall: Hall, device: StandInDevice, rank: int) -> None:
+        self._hall, self._device, self._rank = hall, device, rank
+        self._number = -1
+
+    def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
+        self._device.say("begin", number, agreed, tuple(peers))
+
+    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
+        self._device.say("exchange", self._device.here.name)
+        assert all(payload.numel() <= room_nbytes for payload in (*outgoing, *incoming))
+        self._number += 1
+        self._hall.board(self._number)[self._rank] = [payload.clone() for payload in outgoing]
+        return _HallArrival(self._hall, self._device, self._number, self._rank, incoming)
+
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _HallArrival:
+    def __init__(self, hall: Hall, device: StandInDevice, number: int, rank: int, incoming: Sequence[Tensor]) -> None:
+        self._hall, self._device, self._number, self._rank, self._incoming = hall, device, number, rank, incoming
+
+    def wait(self) -> None:
+        self._device.say("arrived", self._device.here.name)
+        self._hall.barrier.wait()  # all have put down what they send
+        for sender, payloads in self._hall.board(self._number).items():
+            assert payloads[self._rank].numel() == self._incoming[sender].numel()
+            self._incoming[sender].copy_(payloads[self._rank])
+        self._hall.barrier.wait()
+
+
+def run_all(values: Sequence[Tensor], residuals: Sequence[Tensor], **fields: Any) -> list[StandInDevice]:
+    """One thread a rank; what each one's device was asked."""
+    world = len(values)
+    hall, devices = Hall(world), [StandInDevice() for _ in values]
+    widened = fields.pop("widened", False)
+
+    def run(rank: int) -> None:
+        device = devices[rank]
+        kernels = NotedKernels(default_kernels(), device)
+        executor = CudaExecutor(device, lambda: kernels, HallExchange(hall, device, rank), rank)
+        operation = Reduction(values=values[rank], residual=residuals[rank], **fields)
+        enqueued = executor.take(operation)
+        executor.enqueue(operation, enqueued, widened=widened)
+        assert enqueued.done is not None
+
+    with ThreadPoolExecutor(world) as pool:
+        for done in [pool.submit(run, rank) for rank in range(world)]:
+            done.result()
+    return devices
+
+
+def layout_of(topology: Topology, dtype: torch.dtype, slice_nbytes: int = 1 << 14) -> tuple[Layout, int]:
+    layers = (Layer(3001, MaxMin(4, 64)), Layer(37, Identity()), Layer(9000, MaxMin(2, 512, True)))
+    return make_layout(layers, topology.n_chunks, dtype.itemsize, slice_nbytes), sum(layer.numel for layer in layers)
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_bits_are_those_of_the_other_executors(name: str, stochastic: bool) -> None:
+    topology = TOPOLOGIES[name]
+    layout, numel = layout_of(topology, torch.float32)
+    assert len(layout.slices) >= 3, "slices must overlap here"
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(numel, generator=generator) for _ in range(topology.world)]
+    rounding = Rounding(stochastic, seed=5, op=9)
+    expected, lost = [x.clone() for x in inputs], [torch.zeros(numel) for _ in inputs]
+    scale = 1 / topology.world
+    kernels = [default_kernels() for _ in inputs]
+    memory.allreduce(expected, layout, kernels, topology=topology, scale=scale, rounding=rounding, residuals=lost)
+    residuals = [torch.zeros(numel) for _ in inputs]
+    fields = {"layout": layout, "topology": topology, "scale": scale, "rounding": rounding, "agreed": 77}
+    run_all(inputs, residuals, **fields)
+    for got, want in zip((*inputs, *residuals), (*expected, *lost), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_16_bits_in_several_steps_are_made_in_32(dtype: torch.dtype) -> None:
+    topology = TOPOLOGIES["two nodes"]
+    layout, numel = layout_of(topology, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(numel, generator=generator).to(dtype) for _ in range(topology.world)]
+    expected = [x.float() for x in inputs]
+    memory.allreduce(expected, layout, [default_kernels() for _ in inputs], topology=topology)
+    fields = {"layout": layout, "topology": topology, "scale": 1.0, "rounding": Rounding(), "agreed": 0}
+    run_all(inputs, [torch.zeros(numel) for _ in inputs], widened=True, **fields)
+    assert all(torch.equal(got, want.to(dtype)) for got, want in zip(inputs, expected, strict=True))
+
+
+def test_kernels_exchanges_and_events_come_in_this_order() -> None:
+    topology = Topology.flat("SRA", 2)
+    layout = make_layout((Layer(4096, MaxMin(4, 64)),), 2, 4, 1 << 20)
+    fields = {"layout": layout, "topology": topology, "scale": 1.0, "rounding": Rounding(op=3), "agreed": 7}
+    values = [torch.ones(4096), torch.ones(4096)]
+    for device in run_all(values, [torch.zeros(4096), torch.zeros(4096)], **fields):
+        peer = 1 - devices_rank(device)
+        assert device.log == [
+            ("keep", 4096, "side 1"),
+            ("keep", 4096, "side 1"),
+            ("record", 1, "caller"),
+            ("hold back", "side 1", 1),
+            ("begin", 3, 7, (peer,)),
+            ("encode", "side 1"),
+            ("exchange", "side 1"),
+            ("arrived", "side 1"),
+            ("reduce", "side 1"),
+            ("exchange", "side 1"),
+            ("arrived", "side 1"),
+            ("decode", "side 1"),
+            ("record", 2, "side 1"),
+        ]
+
+
+def devices_rank(device: StandInDevice) -> int:
+    """By whom it says that it talks to."""
+    (begun,) = [entry for entry in device.log if entry[0] == "begin"]
+    return 1 - int(begun[3][0])
+
+
+def test_one_slice_is_encoded_while_the_one_before_is_exchanged() -> None:
+    topology = Topology.flat("SRA", 2)
+    layout = make_layout((Layer(4096, MaxMin(4, 64)),), 2, 4, 4096 * 4 // 3)
+    fields = {"layout": layout, "topology": topology, "scale": 1.0, "rounding": Rounding(), "agreed": 0}
+    (device, _) = run_all([torch.ones(4096) for _ in "ab"], [torch.zeros(4096) for _ in "ab"], **fields)
+    made = [entry[0] for entry in device.log if entry[0] in ("encode", "exchange", "arrived", "reduce", "decode")]
+    first_arrival = made.index("arrived")
+    assert made[:first_arrival].count("encode") == 2 and made[:first_arrival].count("exchange") == 2
+
+
+def test_a_capture_is_refused_before_anything_is_done() -> None:
+    device = StandInDevice()
+    device.capturing = True
+    executor = CudaExecutor(device, default_kernels, HallExchange(Hall(1), device, 0), 0)
+    operation = Reduction(torch.ones(8), Layout(()), Topology.flat("SRA", 2), 1.0, Rounding(), 0)
+    with pytest.raises(RuntimeError, match=r"CUDA graph .* leave it outside .* torch_cgx.uncompressed\(\)"):
+        executor.take(operation)
+    assert device.log == []
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_message_of_the_programs_is_in_one_round(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    nonempty = (True,) * topology.n_chunks
+    by_rank = [rounds_for(topology, nonempty, rank) for rank in range(topology.world)]
+    assert len({tuple(map(len, rounds)) for rounds in by_rank}) == 1, "ranks have different rounds"
+    sent = [
+        (level, number, rank, peer, slot)
+        for rank, rounds in enumerate(by_rank)
+        for level, turns in enumerate(rounds)
+        for number, turn in enumerate(turns)
+        for peer, slot in turn.sends.items()
+    ]
+    received = [
+        (level, number, peer, rank, slot)
+        for rank, rounds in enumerate(by_rank)
+        for level, turns in enumerate(rounds)
+        for number, turn in enumerate(turns)
+        for peer, slot in turn.receives.items()
+    ]
+    assert sorted(sent) == sorted(received)
+    programs = [topology.program(nonempty, rank) for rank in range(topology.world)]
+    assert len(sent) == sum(str(step).startswith("send") for program in programs for step in program)
