@@ -2,6 +2,7 @@
 #
 #   make demo      train one model with gloo and with cgx at 4 bits, and compare
 #   make test      lint, then all tests
+#   make matrix    the Triton kernels for every target, type and width: minutes, so not part of make test
 #   make lint      formatting, lint and types
 #   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory;
 #                  what bits that choose themselves save (ACCURACY_DATA: the folder of data)
@@ -32,7 +33,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test lint bench accuracy sanitize native install clean
+.PHONY: demo test matrix lint bench accuracy sanitize native install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -40,6 +41,9 @@ demo: $(STAMP)
 test: lint $(FFCV)
 	$(PYTEST) -n $(WORKERS) --dist loadgroup --only together tests/distributed tests/unit $(PYTEST_ARGS)
 	$(PYTEST) --only alone tests $(PYTEST_ARGS)
+
+matrix: $(STAMP)
+	$(PYTEST) -n $(WORKERS) --only matrix tests $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

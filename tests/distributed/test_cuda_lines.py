@@ -99,7 +99,7 @@ JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_no_test_executes_these_lines_and_all_others_are_executed(tmp_path: Path) -> None:
     for name, arguments, nodes, variables in JOBS:
         places = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate(nodes)}

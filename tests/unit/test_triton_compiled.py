@@ -66,39 +66,39 @@ def test_the_kernels_compile_without_spills_fused_or_approximate_arithmetic_and_
         assert one["instructions_per_value"] < 60
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_86"])
 def test_they_compile_alike_for_other_gpus(target: str) -> None:
     for one in compiled("--targets", target):
         check(one)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_they_compile_alike_at_other_widths() -> None:
     for one in compiled("--bits", "1,2,7,8", "--operations", "encode,decode"):
         check(one)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_they_compile_alike_for_narrow_types() -> None:
     for one in compiled("--dtypes", "float16,bfloat16", "--operations", "add,reduce"):
         check(one)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_they_compile_alike_with_residuals_and_stochastic_rounding() -> None:
     for one in compiled("--stochastic", "--residual", "--operations", "reduce"):
         check(one)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_layers_of_all_widths_and_small_and_large_blocks_compile_alike() -> None:
     for options in (("--bits", "0", "--operations", "decode"), ("--blocks", "64,4096", "--operations", "encode")):
         for one in compiled(*options):
             check(one)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_blocks_that_fit_no_tile_compile_to_two_launches_without_spills() -> None:
     found = compiled("--blocks", "100", "--operations", "reduce")
     assert [one["kernel"] for one in found] == ["headers_kernel", "encode_kernel"]
@@ -106,7 +106,7 @@ def test_blocks_that_fit_no_tile_compile_to_two_launches_without_spills() -> Non
         check(one, wide=False)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("target", ["gfx90a", "gfx942"])
 def test_they_compile_for_amd_without_spills_and_fused_arithmetic(target: str) -> None:
     for one in compiled("--targets", target):

@@ -96,7 +96,7 @@ def test_every_width_matches_the_oracle_to_the_byte(bits: int) -> None:
     check(rows, DTYPES[bits % 3], (NEAREST, STOCHASTIC)[bits % 2])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_width_with_every_type_and_rounding_matches_the_oracle(bits: int, dtype: torch.dtype) -> None:
@@ -122,7 +122,7 @@ def test_every_block_size_matches_the_oracle(block: int, numel: int, kind: int) 
     check(rows, DTYPES[block % 3], STOCHASTIC if block == 100 else NEAREST, payloads=1)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_width_matches_the_oracle_in_odd_blocks(bits: int) -> None:
     for block in (1, 9, 33, 300, 2048):
@@ -154,7 +154,7 @@ def test_slots_may_start_at_any_byte(shift: int) -> None:
     check(rows, torch.float16, NEAREST, shift=shift)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @settings(max_examples=25)
 @given(
     rows=st.lists(
