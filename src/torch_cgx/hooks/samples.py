@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,8 +157,9 @@ def _sample(numel: int, itemsize: int, most: int, block: int) -> _Sample:
 
 
 def _squares(flat: Tensor, numels: Sequence[int]) -> Tensor:
-    """The squared norm of each part."""
-    return torch.stack(torch._foreach_norm(torch.split(flat, list(numels)))).to(torch.float64).square_()
+    """The squared norm of each part; none of them is empty. numpy's, since torch has none that is as fast for many."""
+    starts = np.cumsum([0, *numels[:-1]])
+    return torch.from_numpy(np.add.reduceat(flat.to(torch.float64).square_().numpy(), starts))
 
 
 def _candidates(sample: _Sample, quantizers: Sequence[MaxMin], errors: Sequence[float]) -> tuple[Candidate, ...]:
