@@ -307,7 +307,7 @@ def test_a_group_of_one_chooses_too(backend: str) -> None:
 
 def measured_anew(me: Rank) -> None:
     """A layer's error in the report is that of its present bits."""
-    ddp, state = made(AdaptiveBits(period=100, warmup=5, bits_range=(8, 8), least="error", alpha=3.0))
+    ddp, state = made(AdaptiveBits(period=100, warmup=5, bits_range=(4, 8), least="error", alpha=3.0))
     steps(ddp, me.rank, 0, 5)
     before = {layer.name: layer.relative_error for layer in state.report().layers if layer.name in FREE}
     steps(ddp, me.rank, 5, 6)

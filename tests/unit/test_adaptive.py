@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -55,8 +55,10 @@ def test_errors_name_what_is_allowed(given: dict[str, Any], words: str) -> None:
 def test_a_state_says_what_adaptive_may_be() -> None:
     with pytest.raises(ValueError, match=r'adaptive: expected "auto", an AdaptiveBits or None, got \'fast\''):
         CGXState(adaptive="fast")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="adaptive: expected 1 to 8 bits in compression_params, as reference; got 32"):
+    with pytest.raises(ValueError, match="expected compression_params with 2 to 8 bits, as bits_range says; got 32"):
         CGXState(adaptive="auto", compression_params={"bits": 32})
+    with pytest.raises(ValueError, match="expected compression_params with 6 to 8 bits, as bits_range says; got 4"):
+        CGXState(adaptive=AdaptiveBits(bits_range=(6, 8)))
 
 
 def test_options_survive_a_checkpoint() -> None:
@@ -234,6 +236,14 @@ def test_a_target_below_the_references_time_takes_fewer_bytes() -> None:
     assert "200.0 ms with 4 bits, 100.0 ms with 2 bits; 50.0 ms asked for" in reason
 
 
+def test_a_target_that_nothing_reaches_gives_up_no_bits_that_gain_no_time() -> None:
+    bits, *_, reason = chosen(
+        AdaptiveBits(target_step_time=0.09), trials(exact=0.1, bits8=0.12, bits4=0.11, bits2=0.105)
+    )
+    assert set(bits.values()) == {32}
+    assert reason.endswith("; 90.0 ms asked for, which is not reached")
+
+
 # ---- samples ----
 
 KERNELS = default_kernels()
@@ -308,6 +318,47 @@ def test_samples_of_large_layers_tell_the_error_of_the_whole(block: int, monkeyp
         torch.testing.assert_close(row, torch.tensor(expected, dtype=torch.float64), rtol=0.35, atol=0)
     # Which of the layers is the louder, and which bits lose less, must not depend on luck.
     assert (measured[:, 1:].diff(dim=1) < 0).all()
+
+
+def rows_by_rank(shuffled: bool) -> Tensor:
+    """Of an embedding: a row's gradient is as large as its token is frequent."""
+    generator = torch.Generator().manual_seed(3)
+    scales = 1 / torch.arange(1, 8001)
+    if shuffled:
+        scales = scales[torch.randperm(len(scales), generator=generator)]
+    return (torch.randn(8000, 128, generator=generator) * scales[:, None]).view(-1)
+
+
+def loud_columns(shuffled: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(1024, 1024, generator=generator) * 1e-3
+    x[:, 700 if shuffled else 1000 :: 2000] *= 300
+    return x.view(-1)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("make", [rows_by_rank, loud_columns])
+def test_samples_of_uneven_layers_are_not_far_from_the_truth(
+    make: Callable[[bool], Tensor], shuffled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "_MOST_NUMEL", 1 << 16)
+    x = make(shuffled)
+    layers, _ = known_layers(x.numel())
+    found = samples_of(layers)
+    found.add(layers, x)
+    norm, error = found.measure([REFERENCE], KERNELS)[0].tolist()
+    whole = (1 - DECAY) * x
+    assert norm == pytest.approx(float(whole.double().square().sum()), rel=1e-3)
+    assert 1 / 4 < error / error_of(whole, REFERENCE) < 4
+
+
+def test_raw_tails_have_no_error() -> None:
+    layers, numel = known_layers(3000)
+    found = samples_of(layers)
+    found.add(layers, gradients(numel))
+    exact, cut = found.measure([Compression(4, 4096), REFERENCE], KERNELS, skip_incomplete=True)[0, 1:].tolist()
+    assert exact == 0
+    assert 0 < cut < float(found.measure([REFERENCE], KERNELS)[0, 1])
 
 
 def test_large_layers_are_looked_at_in_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,11 @@ def _room(trials: Sequence[Trial], target: float | str) -> tuple[float, str]:
     It grows the faster the more bytes there are, since the first ones hide behind backward: so a step is never slower
     than that. Where nobody has named seconds, bytes that were not seen to be free are not spent.
     """
-    limit = _NO_LONGER * min(trial.seconds for trial in trials) if target == AUTO else float(target)
+    limit = _NO_LONGER * min(trial.seconds for trial in trials)
     told = "a step takes " + ", ".join(f"{_ms(trial.seconds)} {_how(trial.compression)}" for trial in trials)
     if target != AUTO:
-        told += f"; {_ms(limit)} asked for"
+        told += f"; {_ms(float(target))} asked for" + (", which is not reached" if float(target) < limit else "")
+        limit = max(limit, float(target))  # what gains no time is not given up
     if trials[0].seconds <= limit:
         return trials[0].nbytes, told
     for more, fewer in pairwise(trials):

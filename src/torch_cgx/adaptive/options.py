@@ -33,9 +33,9 @@ class AdaptiveBits:
     `layer_alpha`: the most squared error that a single layer may have, in terms of its own at the reference (2.25: 1.5
     times the distance); None: any. Without it, error goes to layers with small gradients, which Adam and its kin
     enlarge again.
-    `target_step_time`: in seconds: as many bits as let a step take no longer. "auto": no longer than with the
-    reference, so that bits that cost no time are not saved, and exact where compression does not pay. None: time does
-    not matter. What a step takes is measured while the first steps are made.
+    `target_step_time`: in seconds: as many bits as let a step take no longer. "auto": no longer than the fastest of
+    exact, the most bits and the reference, so that bits that cost no time are not saved, and exact where compression
+    does not pay. None: time does not matter. What a step takes is measured once, while the first steps are made.
     """
 
     policy: str = "dynamic_programming"
@@ -61,7 +61,7 @@ class AdaptiveBits:
         target = self.target_step_time
         if target is not None and target != AUTO and (isinstance(target, str) or not target > 0):
             raise ValueError(f'target_step_time: expected seconds, "auto" or None, got {target!r}')
-        self.budget(Compression(4, 1024))  # checks the rest
+        POLICIES[self.policy]((), self.budget(Compression(4, 1024)))  # checks the rest, and what the policy needs
 
     @classmethod
     def of(cls, given: AdaptiveBits | str | Mapping[str, Any] | None) -> AdaptiveBits | None:

@@ -33,6 +33,7 @@ __all__ = ["Adaptation", "Choice"]
 log = logging.getLogger("torch_cgx.adaptive")
 
 _SAMPLED_STEPS = 16  # of a period
+_FIRST_CHOICE = 3  # there are no samples before
 _FIRST_TRIAL = 3  # DDP makes its grad buckets anew after the first step
 _TRIAL_STEPS = 6  # in turn, of which the first is not counted: programs are made then
 _TRIAL_ROUNDS = 2
@@ -67,13 +68,16 @@ class Adaptation:
     """The bits of one state's layers over time. All ranks ask the same of it at the same steps."""
 
     def __init__(self, options: AdaptiveBits, reference: Compression, start_step: int) -> None:
-        if reference.bits > 8:
+        low, high = options.bits_range
+        if not low <= reference.bits <= high:
             raise ValueError(
-                f"adaptive: expected 1 to 8 bits in compression_params, as reference; got {reference.bits}"
+                f"adaptive: expected compression_params with {low} to {high} bits, as bits_range says; "
+                f"got {reference.bits}"
             )
         self.options = options
         self.reference = reference
         self.choices: list[Choice] = []
+        self.told: list[dict[str, Any]] = []  # the same, for reports and checkpoints
         self._candidates = options.candidates(reference)
         self._tried = contenders(options, reference)
         self._samples: Samples | None = None
@@ -98,10 +102,12 @@ class Adaptation:
             return self._tried[tried]
         return self.choices[-1].compressions.get(name, self.reference) if self.choices else self.reference
 
-    def begin_step(self, step: int, group: ProcessGroupCGX) -> bool:
+    def begin_step(self, step: int, group: ProcessGroupCGX, device: torch.device) -> bool:
         """At the first grad bucket of a step; whether compressions are other ones from here on."""
-        now = time.perf_counter()
         before = self._on_trial(step - 1)
+        if device.type == "cuda" and (before, self._on_trial(step)) != (None, None):
+            torch.cuda.synchronize(device)  # else launches would be timed, not steps
+        now = time.perf_counter()
         if before is not None and self._began_at is not None and (step - 1 - self._trials_from) % _TRIAL_STEPS:
             self._step_s[before].append(now - self._began_at)
         self._began_at = now
@@ -140,7 +146,7 @@ class Adaptation:
         """Whenever a period ends after the warm-up, and when there are trials to be heeded."""
         if self._tried and step <= self._trials_until:
             return step == self._trials_until and step >= self.options.warmup
-        since = step - self.options.warmup
+        since = step - max(self.options.warmup, _FIRST_CHOICE)
         return since >= 0 and since % self.options.period == 0
 
     def _is_sampled(self, step: int) -> bool:
@@ -157,7 +163,7 @@ class Adaptation:
             self._keep(Choice(step, decide((), self.options, self.reference, ()).reason, {}))
             return
         kernels = default_kernels(group.settings.simd)
-        measured = samples.measure(self._candidates, kernels)
+        measured = samples.measure(self._candidates, kernels, group.settings.skip_incomplete)
         seconds = [median(each) if each else 0.0 for each in self._step_s]
         table = torch.cat([measured.view(-1), torch.tensor(seconds, dtype=torch.float64)])
         _wait(group.allreduce([table]))
@@ -190,10 +196,11 @@ class Adaptation:
             Trial(compression, samples.nbytes(compression, skip_incomplete), seconds)
             for compression, seconds in zip(self._tried, table[len(table) - len(self._tried) :].tolist(), strict=True)
         ]
+        if not finite:
+            return Decision(tuple(self._kept(samples.names)), "every layer has NaN, and so its bits as they were")
         found = decide([stats[number] for number in finite], self.options, self.reference, trials)
         names = samples.names
-        kept = self.choices[-1].compressions if self.choices else {}
-        compressions = [kept.get(name, self.reference) for name in names]
+        compressions = self._kept(names)
         for number, compression in zip(finite, found.compressions, strict=True):
             compressions[number] = compression
         reason = found.reason
@@ -202,6 +209,11 @@ class Adaptation:
             more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
             reason += f"; with NaN, and so with their bits as they were: {', '.join(without[:_SHOWN])}{more}"
         return Decision(tuple(compressions), reason)
+
+    def _kept(self, names: Sequence[str]) -> list[Compression]:
+        """What the layers have now."""
+        chosen = self.choices[-1].compressions if self.choices else {}
+        return [chosen.get(name, self.reference) for name in names]
 
     def _obey(self, step: int, message: Tensor, names: Sequence[str], rank: int) -> None:
         numbers = message.tolist()
@@ -217,17 +229,19 @@ class Adaptation:
 
     def _keep(self, choice: Choice) -> None:
         self.choices = [*self.choices[1 - _KEPT_CHOICES :], choice]
+        self.told = [*self.told[1 - _KEPT_CHOICES :], choice.as_dict()]
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "choices": [choice.as_dict() for choice in self.choices],
+            "choices": list(self.told),
             "samples": None if self._samples is None else self._samples.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
         self.choices = [Choice.of(each) for each in saved["choices"]]
+        self.told = [choice.as_dict() for choice in self.choices]
         self._samples = None if saved["samples"] is None else Samples.of(saved["samples"])
         self._began_at = None
         self._step_s = [[] for _ in self._tried]

@@ -28,21 +28,53 @@ _DECAY = 0.9  # from one sampled step to the next
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Which values of a layer are looked at: all, or pieces `stride` apart; and their mean, then one row a piece."""
+    """Which values of a layer are looked at: all of them, or `positions`; and their mean.
+
+    Gradients are not alike everywhere in a layer (rows of frequent words, a few loud columns), so pieces lie at random
+    places, and `squares`, the mean squared norms of the whole gradient and of the sample, tell what the sample misses.
+    """
 
     numel: int  # of the layer
     itemsize: int
-    stride: int
+    positions: Tensor | None
     mean: Tensor
+    squares: Tensor
+
+    @classmethod
+    def make(cls, numel: int, itemsize: int, most: int, block: int) -> _Sample:
+        span = max(block, 1024)
+        count = max(1, most // span)
+        positions = None if numel <= count * span else _positions(numel, count, span)
+        mean = torch.zeros(numel if positions is None else positions.numel())
+        return cls(numel, itemsize, positions, mean, torch.zeros(2, dtype=torch.float64))
 
     def of(self, gradient: Tensor) -> Tensor:
-        if self.mean.dim() == 1:
+        if self.positions is None:
             return gradient
-        count, span = self.mean.shape
-        return gradient[: count * self.stride].view(count, self.stride)[:, :span]
+        part = gradient.index_select(0, self.positions.to(gradient.device))
+        norms = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in (gradient, part)])
+        self.squares.lerp_(norms.to("cpu", torch.float64).square_(), 1 - _DECAY)
+        return part
+
+    @property
+    def scale(self) -> float:
+        """What the sample's squared error has to be multiplied with to be that of the layer."""
+        if self.positions is None:
+            return 1.0
+        whole, part = self.squares.tolist()
+        return whole / part if part > 0 else self.numel / self.mean.numel()
+
+    def begin_anew(self) -> None:
+        self.mean.zero_()
+        self.squares.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"numel": self.numel, "itemsize": self.itemsize, "stride": self.stride, "mean": self.mean.clone()}
+        kept = {"numel": self.numel, "itemsize": self.itemsize, "positions": self.positions}
+        return {**kept, "mean": self.mean.clone(), "squares": self.squares.clone()}
+
+    @classmethod
+    def from_state(cls, saved: Mapping[str, Any]) -> _Sample:
+        return cls(**{**saved, "mean": saved["mean"].clone(), "squares": saved["squares"].clone()})
 
 
 class Samples:
@@ -51,10 +83,10 @@ class Samples:
     def __init__(self, layers: Sequence[KnownLayer], itemsizes: Sequence[int], block: int) -> None:
         most = max(_LEAST_NUMEL, _MOST_NUMEL // max(1, len(layers)))
         self._samples = {
-            layer.name: _sample(layer.numel, itemsize, most, block)
+            layer.name: _Sample.make(layer.numel, itemsize, most, block)
             for layer, itemsize in zip(layers, itemsizes, strict=True)
         }
-        self._pieces: dict[Compression, tuple[tuple[Piece, ...], int]] = {}
+        self._pieces: dict[MaxMin, tuple[tuple[Piece, ...], int]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -78,15 +110,15 @@ class Samples:
             values = [each.to("cpu", torch.float32) for each in values]
         torch._foreach_lerp_(means, values, 1 - _DECAY)
 
-    def measure(self, candidates: Sequence[Compression], kernels: Kernels) -> Tensor:
+    def measure(self, candidates: Sequence[Compression], kernels: Kernels, skip_incomplete: bool = False) -> Tensor:
         """For each layer its squared norm, and the squared error with each candidate; NaN where it is not finite."""
         samples = list(self._samples.values())
         if not samples:
             return torch.empty(0, 1 + len(candidates), dtype=torch.float64)
-        flat = torch.cat([sample.mean.view(-1) for sample in samples])
+        flat = torch.cat([sample.mean for sample in samples])
         numels = [sample.mean.numel() for sample in samples]
         columns = [_squares(flat, numels)]
-        tables = [self._table(candidate) for candidate in candidates]
+        tables = [self._table(MaxMin(each.bits, each.block, skip_incomplete)) for each in candidates]
         # One buffer for all candidates: new memory for each would cost more than the kernels do.
         lost = torch.empty_like(flat)
         payload = torch.empty(max((nbytes for _, nbytes in tables), default=0), dtype=torch.uint8)
@@ -94,11 +126,11 @@ class Samples:
             kernels.encode(pieces, flat, payload[:nbytes], NEAREST, lost.zero_())
             columns.append(_squares(lost, numels))
         found = torch.stack(columns, 1)
-        found *= torch.tensor([sample.numel / max(1, sample.mean.numel()) for sample in samples])[:, None]
+        found *= torch.tensor([sample.scale for sample in samples], dtype=torch.float64)[:, None]
         found[~torch.isfinite(found[:, 0])] = torch.nan
         for sample, norm in zip(samples, found[:, 0].tolist(), strict=True):
             if norm != norm:
-                sample.mean.zero_()  # else it would stay
+                sample.begin_anew()  # else it would stay
         return found
 
     def stats(self, measured: Tensor, candidates: Sequence[Compression], skip_incomplete: bool) -> list[LayerStats]:
@@ -123,7 +155,7 @@ class Samples:
     def of(cls, saved: Mapping[str, Any]) -> Samples:
         """What `state_dict` has returned: whole, before any grad bucket is seen again."""
         found = cls((), (), 1)
-        found._samples = {name: _Sample(**{**each, "mean": each["mean"].clone()}) for name, each in saved.items()}
+        found._samples = {name: _Sample.from_state(each) for name, each in saved.items()}
         return found
 
     def take_over(self, before: Samples) -> None:
@@ -132,28 +164,28 @@ class Samples:
             other = before._samples.get(name)
             if other is not None and (other.numel, other.mean.shape) == (sample.numel, sample.mean.shape):
                 sample.mean.copy_(other.mean)
+                sample.squares.copy_(other.squares)
 
-    def _table(self, candidate: Compression) -> tuple[tuple[Piece, ...], int]:
+    def _table(self, quantizer: MaxMin) -> tuple[tuple[Piece, ...], int]:
         """All samples as pieces of one tensor, and the bytes of their payloads; made once, as kernels cache by it."""
-        if candidate not in self._pieces:
-            quantizer = MaxMin(candidate.bits, candidate.block)
+        if quantizer not in self._pieces:
             pieces, offset, payload = [], 0, 0
             for sample in self._samples.values():
                 numel = sample.mean.numel()
-                if numel:
-                    pieces.append(Piece(offset, numel, candidate.bits, candidate.block, 0, payload))
+                raw_tail = quantizer.raw_tail(numel)
+                pieces.append(Piece(offset, numel, quantizer.bits, quantizer.block, raw_tail, payload))
                 offset += numel
                 payload += quantizer.payload_nbytes(numel, 4)
-            self._pieces[candidate] = tuple(pieces), payload
-        return self._pieces[candidate]
+            self._pieces[quantizer] = tuple(pieces), payload
+        return self._pieces[quantizer]
 
 
-def _sample(numel: int, itemsize: int, most: int, block: int) -> _Sample:
-    span = max(block, 1024)
-    count = max(1, most // span)
-    if numel <= count * span:
-        return _Sample(numel, itemsize, numel, torch.zeros(numel))  # all of it, as it lies
-    return _Sample(numel, itemsize, numel // count, torch.zeros(count, span))
+def _positions(numel: int, count: int, span: int) -> Tensor:
+    """`count` pieces of `span` values, each anywhere in its share of the layer; the same wherever they are drawn."""
+    share = numel // count
+    places = torch.Generator().manual_seed(numel)
+    starts = torch.arange(count) * share + torch.randint(share - span + 1, (count,), generator=places)
+    return (starts[:, None] + torch.arange(span)).view(-1)
 
 
 def _squares(flat: Tensor, numels: Sequence[int]) -> Tensor:

@@ -168,7 +168,8 @@ class CGXState:
         """What `cgx_hook` returns to DDP."""
         buffer = bucket.buffer()
         group = self.group
-        if self._adaptation is not None and bucket.index() == 0 and self._adaptation.begin_step(self._step, group):
+        adaptation = self._adaptation
+        if adaptation is not None and bucket.index() == 0 and adaptation.begin_step(self._step, group, buffer.device):
             self._refresh()
         known = self._known(bucket, group)
         if bucket.index() == 0 and self._settings["error_feedback"]:
@@ -268,9 +269,9 @@ class CGXState:
         layers = [layer for _, known in sorted(self._buckets.items()) for layer in known.reports()]
         order = {name: number for number, name in enumerate(self._numels)}
         layers.sort(key=lambda layer: order.get(layer.name, len(order)))
-        choices = [] if self._adaptation is None else self._adaptation.choices
+        choices = () if self._adaptation is None else tuple(self._adaptation.told)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return Report(rank, self._step, self._measured_step, layers, [choice.as_dict() for choice in choices])
+        return Report(rank, self._step, self._measured_step, layers, choices)
 
     def log_to(self, summary_writer: Any, step: int | None = None) -> None:
         """Write the report's numbers to a TensorBoard SummaryWriter, or what has its add_scalar."""
