@@ -2,7 +2,7 @@
 #
 #   make demo      train one model with gloo and with cgx at 4 bits, and compare
 #   make test      lint, then all tests
-#   make matrix    the Triton kernels for every target, type and width: minutes, so not part of make test
+#   make matrix    what CI runs besides: the Triton kernels for every target, type and width; FFCV, which has to be built
 #   make lint      formatting, lint and types
 #   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory;
 #                  what bits that choose themselves save (ACCURACY_DATA: the folder of data)
@@ -22,9 +22,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FFCV := $(VENV)/.ffcv-installed
-# Tests that run side by side; first those that bear it, then, one by one, those marked `alone`.
-WORKERS ?= 3
-# Exit code 5: of PYTEST_ARGS' tests, none is there.
+# Unit tests may run side by side; ranks of the others need the cores, and wait for each other the longer the fewer there
+# are, so that on two cores they are done sooner one by one. Exit code 5: of PYTEST_ARGS' tests, none is there.
+WORKERS ?= 2
 PYTEST = pytest_in() { timeout --foreground --kill-after=30 $(TEST_LIMIT_S) $(BIN)/python -m pytest "$$@" || test $$? = 5; }; pytest_in
 RESULTS := benchmarks/results
 BENCH := $(BIN)/cgx bench allreduce --against gloo --bucket-size 1024
@@ -38,12 +38,13 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: lint $(FFCV)
-	$(PYTEST) -n $(WORKERS) --dist loadgroup --only together tests/distributed tests/unit $(PYTEST_ARGS)
-	$(PYTEST) --only alone tests $(PYTEST_ARGS)
+test: lint
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not matrix" tests/unit $(PYTEST_ARGS)
+	$(PYTEST) -m "not matrix" tests/distributed $(PYTEST_ARGS)
 
-matrix: $(STAMP)
-	$(PYTEST) -n $(WORKERS) --only matrix tests $(PYTEST_ARGS)
+matrix: $(FFCV)
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m matrix tests/unit $(PYTEST_ARGS)
+	$(PYTEST) -m matrix tests/distributed $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""`--only` splits the tests for make: those that run side by side, those that do not, and long tables of cases."""
+"""`--only` splits the tests on machines with many cores: those that bear others beside them, and those that do not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--only",
-        choices=["together", "alone", "matrix"],
-        help="only tests that bear others beside them, or those that do not, without the matrix in both; or only that",
+        choices=["together", "alone"],
+        help="only tests that bear others beside them, or only those that do not",
     )
 
 
@@ -17,13 +17,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     only = config.getoption("--only")
     if only is None:
         return
-    chosen = [item for item in items if _part_of(item) == only]
+    chosen = [item for item in items if (item.get_closest_marker("alone") is not None) == (only == "alone")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
-
-
-def _part_of(item: pytest.Item) -> str:
-    for part in ("matrix", "alone"):
-        if item.get_closest_marker(part) is not None:
-            return part
-    return "together"

@@ -41,7 +41,7 @@ def write_images(path: Path) -> None:
     np.savez(path, train_images=images, train_labels=labels, test_images=images[:33], test_labels=labels[:33])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(1000)  # several trainings, each of which may take launching.LIMIT_S
 def test_two_processes_train_compressed_from_beton_files(tmp_path: Path, environ: dict[str, str]) -> None:
     write_images(tmp_path / "images.npz")

@@ -131,6 +131,21 @@ def test_the_bits_are_those_of_the_other_executors(name: str, stochastic: bool) 
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(
+    "topology", [Topology("SRA", (0, 0, 1)), Topology("RING", (0, 0, 1, 2, 2))], ids=["SRA", "RING"]
+)
+def test_a_last_slice_with_one_chunk_has_fewer_exchanges_than_the_others(topology: Topology) -> None:
+    layout = make_layout((Layer(8232, MaxMin(4, 64)),), topology.n_chunks, 4, 1 << 14)
+    assert [sum(chunk.nbytes > 0 for chunk in part.chunks) for part in layout.slices][-1] == 1
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(8232, generator=generator) for _ in range(topology.world)]
+    expected = [x.clone() for x in inputs]
+    memory.allreduce(expected, layout, [default_kernels() for _ in inputs], topology=topology)
+    fields = {"layout": layout, "topology": topology, "scale": 1.0, "rounding": Rounding(), "agreed": 0}
+    run_all(inputs, [torch.zeros(8232) for _ in inputs], **fields)
+    assert all(torch.equal(got, want) for got, want in zip(inputs, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_16_bits_in_several_steps_are_made_in_32(dtype: torch.dtype) -> None:
     topology = TOPOLOGIES["two nodes"]

@@ -126,7 +126,7 @@ class CudaExecutor:
         for step in each.schedule.level(level):
             if not isinstance(step, Send | Receive):
                 compute(step, operation, kernels, each.slots, each.coded, take)
-        for turn in each.rounds[level]:
+        for turn in each.rounds[level] if level < len(each.rounds) else ():  # a small last slice may have fewer
             nothing = take(0)
             outgoing, incoming = ([nothing] * operation.topology.world for _ in range(2))
             for peer, slot in turn.sends.items():

@@ -32,6 +32,7 @@ _TYPES = {
     torch.float64: (3, torch.int64),
 }
 _KEPT_TABLES = 4096
+_OLDEST_TRITON = (3, 4)  # that compiles the kernels: older ones know no tuples as arguments
 # What all kernels are compiled with: no multiply-add is fused, and nothing is prefetched through shared memory.
 OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
 
@@ -188,12 +189,18 @@ class _Code(NamedTuple):
 
 def _import_code() -> _Code:
     try:
+        from triton import __version__ as version
         from triton.runtime import JITFunction
     except ImportError as error:
         raise RuntimeError(
             "CUDA tensors need Triton, which is not installed: torch for CUDA brings it along, "
             "`pip install pytorch-cgx[cuda]` does without"
         ) from error
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST_TRITON:
+        raise RuntimeError(
+            f"CUDA tensors: expected Triton {'.'.join(map(str, _OLDEST_TRITON))} or newer, as torch has from 2.8 on; "
+            f"got {version}"
+        )
     from torch_cgx.kernels.triton_decode import decode_kernel
     from torch_cgx.kernels.triton_encode import encode_kernel, headers_kernel
 

@@ -72,7 +72,12 @@ class Launch:
         """For each program its row, and the rows."""
         counts = torch.tensor([run.programs for run in self.runs], dtype=torch.int64)
         rows = torch.repeat_interleave(torch.arange(len(self.runs), dtype=torch.int32), counts)
-        return rows.to(device), torch.tensor(self.runs, dtype=torch.int64).to(device)
+        return _copied(rows, device), _copied(torch.tensor(self.runs, dtype=torch.int64), device)
+
+
+def _copied(table: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory to a GPU: the host would wait for all that the stream has been given before."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 @dataclass(frozen=True, slots=True)
