@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+import pytest
 
 from distributed.launching import TORCHRUN, clean_environ, run, start_ranks
 
@@ -83,6 +84,7 @@ def test_gpt_train_compresses_on_gloo_with_error_feedback(tmp_path: Path) -> Non
     assert result["validation_loss"] < np.log(27)  # which is what not knowing anything costs
 
 
+@pytest.mark.matrix
 def test_bert_qa_compresses_under_mpirun(tmp_path: Path) -> None:
     launcher = [*start_ranks("Open MPI"), sys.executable]
     result = launch(launcher, "bert_qa.py", tmp_path, "--epochs", "8", "--width", "64", "--bits", "4")

@@ -112,6 +112,7 @@ def lightning_stops_and_resumes(me: Rank, folder: str) -> tuple[Tensor, Tensor]:
     return flat(whole), flat(resumed)
 
 
+@pytest.mark.matrix
 def test_lightning_resumes_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     need("lightning")
     results = run_ranks(lightning_stops_and_resumes, WORLD, "cgx", str(tmp_path), env=LAUNCHED, timeout_s=LIMIT_S)
@@ -148,6 +149,7 @@ def trainer_stops_and_resumes(me: Rank, folder: str) -> tuple[Tensor, Tensor]:
     return flat(train()), flat(train(f"{folder}/checkpoint-{BATCHES}"))
 
 
+@pytest.mark.matrix
 def test_trainer_resumes_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     need("accelerate", "transformers")
     results = run_ranks(trainer_stops_and_resumes, WORLD, "cgx", str(tmp_path), env=LAUNCHED, timeout_s=LIMIT_S)

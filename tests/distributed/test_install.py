@@ -16,7 +16,7 @@ from distributed.launching import free_port
 TREE = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.matrix
 
 
 @pytest.fixture

@@ -99,23 +99,27 @@ def test_an_unmodified_script_runs_under_torchrun(script: Path, environ: dict[st
     assert_both_ranks_have_the_sum(run([*TORCHRUN, script], environ))
 
 
+@pytest.mark.matrix
 def test_torchrun_itself_may_be_started_by_mpirun(script: Path, environ: dict[str, str]) -> None:
     script.write_text(READS_WHAT_TORCHRUN_SETS)
     assert_both_ranks_have_the_sum(run([mpirun("Open MPI"), "-np", "1", *TORCHRUN, script], environ))
 
 
+@pytest.mark.matrix
 def test_ranks_meet_where_each_has_a_wrapper_script(script: Path, environ: dict[str, str]) -> None:
     script.write_text(SCRIPT)
     wrapper = ["sh", "-c", '"$@"; exit $?', "wrapper"]
     assert_both_ranks_have_the_sum(run([*start_ranks("MPICH"), *wrapper, sys.executable, script], environ))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("library", VARIABLES)
 def test_a_script_that_translates_by_hand_works(library: str, script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(TRANSLATES_BY_HAND, port=free_port(), **VARIABLES[library]))
     assert_both_ranks_have_the_sum(run([*start_ranks(library), sys.executable, script], environ))
 
 
+@pytest.mark.matrix
 def test_a_script_that_gives_only_its_rank_works(script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(GIVES_ITS_RANK, **VARIABLES["Open MPI"]))
     assert_both_ranks_have_the_sum(run([*start_ranks("Open MPI"), sys.executable, script], environ))
@@ -162,6 +166,7 @@ def test_several_hosts_without_an_address_are_an_error_that_says_what_to_set(
     assert "Set MASTER_ADDR to the host of rank 0" in output
 
 
+@pytest.mark.matrix
 def test_several_hosts_with_an_address_meet(script: Path, environ: dict[str, str]) -> None:
     script.write_text(SCRIPT)
     address = ["-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", str(free_port())]
@@ -169,6 +174,7 @@ def test_several_hosts_with_an_address_meet(script: Path, environ: dict[str, str
     assert_both_ranks_have_the_sum(run(command, environ))
 
 
+@pytest.mark.matrix
 def test_on_several_hosts_too_a_script_may_set_the_address_itself(script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(TRANSLATES_BY_HAND, port=free_port(), **VARIABLES["MPICH"]))
     assert_both_ranks_have_the_sum(run([*start_ranks("MPICH"), *TWO_HOSTS, sys.executable, script], environ))
