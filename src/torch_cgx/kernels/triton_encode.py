@@ -437,7 +437,7 @@ def headers_kernel(
     REDUCE: tl.constexpr,
 ):
     """The headers of blocks that flat runs are made of, before `encode_kernel` writes their levels."""
-    _, run, begin, end = own_run(programs, runs)
+    _kind, run, begin, end = own_run(programs, runs)
     block, numel = run[1], run[3]
     reducing = (payloads, count, _double(scale).to(tl.float32), 1.0)
     r = tl.arange(0, ROWS)
@@ -452,6 +452,6 @@ def headers_kernel(
             y = tl.where(x == x, x, INF)
             lowest = tl.minimum(lowest, tl.min(tl.where(mask, y, INF), axis=1))
             highest = tl.maximum(highest, tl.max(tl.where(mask, y, -INF), axis=1))
-        unit, lo, _ = _header(lowest, highest, run[0])
+        unit, lo, _inv = _header(lowest, highest, run[0])
         number = first // block + r
         _write_header_of(slot, run, number, unit, lo, number * block < numel, WORDS)
