@@ -1,7 +1,7 @@
 # Every target stands alone: on a fresh machine it first makes .venv with everything that it needs.
 #
 #   make demo      train one model with gloo and with cgx at 4 bits, and compare
-#   make test      lint, then all tests
+#   make test      lint, then the tests
 #   make matrix    what CI runs besides: the Triton kernels for every target, type and width; FFCV, which has to be built
 #   make lint      formatting, lint and types
 #   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory;

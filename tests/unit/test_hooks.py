@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import logging
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_cgx import CGXState, cgx_hook
+from torch_cgx import AdaptiveBits, CGXState, cgx_hook
 from torch_cgx.config import Compression
 from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
 from torch_cgx.hooks.residuals import Residuals, add_residual
@@ -320,3 +321,15 @@ def test_a_report_reaches_tensorboard(tmp_path: Path) -> None:
     assert bits.value == 4
     (error,) = events.Scalars("cgx/relative_error/layer 0")
     assert error.value == pytest.approx(state.report().layers[0].relative_error)
+
+
+def test_rank_0_logs_each_choice_of_bits_with_its_reason(alone: None, caplog: pytest.LogCaptureFixture) -> None:
+    ddp = DistributedDataParallel(make_net())
+    state = CGXState.from_model(ddp, adaptive=AdaptiveBits(period=2, warmup=3))
+    ddp.register_comm_hook(state, cgx_hook)
+    with caplog.at_level(logging.INFO, "torch_cgx.adaptive"):
+        for _ in range(6):
+            ddp(torch.ones(4, 32)).sum().backward()
+    told = [f"step {each['step']}: {each['reason']}" for each in state.report().choices]
+    assert [each["step"] for each in state.report().choices] == [3, 5]
+    assert [record.getMessage() for record in caplog.records if record.name == "torch_cgx.adaptive"] == told
