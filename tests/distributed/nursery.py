@@ -53,7 +53,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 POLL_S = 0.004
 STACKS_S = 0.4  # how long a rank may take to write down where it hangs before it is killed
 LOG_TAIL_NBYTES = 20_000
-END_S = 20.0  # a rank that is stopped never ends
+END_S = 5.0  # a rank that is stopped never ends
 
 
 @dataclass(frozen=True)
