@@ -7,6 +7,7 @@
 #   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory;
 #                  what bits that choose themselves save (ACCURACY_DATA: the folder of data)
 #   make accuracy  train with and without compression, five seeds each, and compare (ACCURACY_DATA: the folder of data)
+#   make soak      20 minutes of mixed load, every result checked, and watched for what grows (SOAK_MINUTES)
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
 #   make clean     remove what make has made
@@ -17,6 +18,7 @@ TORCH ?= torch==2.13.0
 TEST_LIMIT_S ?= 3600
 PYTEST_ARGS ?=
 ACCURACY_DATA ?= ../shared/data
+SOAK_MINUTES ?= 20
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +35,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test matrix lint bench accuracy sanitize native install clean
+.PHONY: demo test matrix lint bench accuracy soak sanitize native install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -77,6 +79,9 @@ bench: $(STAMP)
 # What is in its JSON file already is not run again: remove that file to begin anew, which takes an hour on two cores.
 accuracy: $(STAMP)
 	$(BIN)/python benchmarks/accuracy.py --data $(ACCURACY_DATA) --json $(RESULTS)/accuracy.json
+
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES) --json $(RESULTS)/soak.json
 
 # Needs neither Python nor torch. PARTS="address valgrind" runs those alone; .ci/sanitize names them all.
 sanitize:

@@ -31,6 +31,7 @@ from torch_cgx.cuda import CudaSide, Engine, cuda_engine, open_side
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.layers import LayerTable
+from torch_cgx.meeting import meet
 from torch_cgx.membership import Joining
 from torch_cgx.nodes import open_executor
 from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
@@ -75,7 +76,8 @@ class ProcessGroupCGX(Allreduces):
         self._has_decider = False
         self.layers = LayerTable()
 
-        prefixed = partial(c10d.PrefixStore, store=store)
+        met = meet(c10d.PrefixStore("cgx meeting", store), rank, world, timeout, self._global_ranks)
+        prefixed = partial(c10d.PrefixStore, store=c10d.PrefixStore(met, store))
         # Settings are compared before any connection is made, so that a wrong one fails on all ranks at once.
         self._settings = membership.agree(prefixed("cgx"), rank, world, Settings.from_environ)
         members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks)
