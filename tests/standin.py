@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,9 @@ class StandInDevice:
 
     def say(self, *what: Any) -> None:
         self.log.append(what)
+
+    def adopt(self, where: torch.device) -> None:
+        self.say("adopt", threading.current_thread().name.rstrip("-0123456789"))
 
     def side_stream(self, where: torch.device) -> Stream:
         self._sides += 1
@@ -179,8 +183,15 @@ class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
                 tensor.div_(self.size())
         return work
 
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._device.say("timeout", timeout.total_seconds())
+        super()._set_default_timeout(timeout)
+
     def shutdown(self) -> None:
         self._device.say("shutdown")
+
+    def abort(self) -> None:
+        self._device.say("abort")
 
 
 class _Meeting:

@@ -29,6 +29,7 @@ FILES = [
 # What only a GPU can execute, by the file it stands in. Each is one call into torch.cuda, NCCL or Triton.
 ONLY_ON_A_GPU = {
     "device.py": [
+        "torch.cuda.set_device(where)",
         "return torch.cuda.Stream(where, priority=-1)  # type: ignore[no-untyped-call]",
         "return torch.cuda.current_stream(where)",
         "return torch.cuda.stream(stream)",

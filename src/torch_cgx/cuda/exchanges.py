@@ -51,7 +51,7 @@ def open_exchange(engine: Engine, joining: Joining, topology: Topology, carrier:
         return staged
     home = topology.nodes[joining.rank]
     near = [node == home for node in topology.nodes]
-    return DividedExchange(NcclExchange(engine.new_group("nccl within")), staged, near)
+    return DividedExchange(NcclExchange(engine.new_group("nccl within"), owned=True), staged, near)
 
 
 def _exchange_call(agreed: int) -> _native.Call:

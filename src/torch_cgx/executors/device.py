@@ -18,8 +18,11 @@ __all__ = ["CudaDevice", "Device"]
 class Device(Protocol):
     """Streams and events are the device's own objects, for its methods alone."""
 
+    def adopt(self, where: torch.device) -> None:
+        """From now on the calling thread, one of ours, works for this device."""
+
     def side_stream(self, where: torch.device) -> Any:
-        """A new stream."""
+        """A stream; after some dozens, one that was given before."""
 
     def current_stream(self, where: torch.device) -> Any:
         """What the calling thread enqueues on."""
@@ -57,6 +60,9 @@ class Device(Protocol):
 
 class CudaDevice:
     """CUDA, and ROCm, which torch calls by the same names."""
+
+    def adopt(self, where: torch.device) -> None:
+        torch.cuda.set_device(where)
 
     def side_stream(self, where: torch.device) -> Any:
         return torch.cuda.Stream(where, priority=-1)  # type: ignore[no-untyped-call]

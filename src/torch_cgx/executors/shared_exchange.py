@@ -82,6 +82,8 @@ class SharedExchange:
     def close(self) -> None:
         self._shared.close()
 
+    abort = close
+
 
 @dataclass(slots=True)
 class _Arrival:
