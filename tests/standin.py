@@ -40,9 +40,12 @@ class Event:
 class StandInDevice:
     """Implements `torch_cgx.executors.device.Device`. `log` has a tuple a call, in order; streams by name."""
 
+    registers = True  # memory of the host, when asked
+
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.capturing = False
+        self.registered: dict[int, int] = {}  # address and length of memory on the host
         self._default = Stream("caller")
         self._here = threading.local()
         self._sides = 0
@@ -99,6 +102,14 @@ class StandInDevice:
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8)
+
+    def register(self, tensor: Tensor) -> bool:
+        if self.registers:
+            self.registered[tensor.data_ptr()] = tensor.numel()
+        return self.registers
+
+    def unregister(self, tensor: Tensor) -> None:
+        del self.registered[tensor.data_ptr()]
 
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
         self.say("future")

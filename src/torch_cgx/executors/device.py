@@ -6,6 +6,7 @@ put a stand-in in its place that notes the calls and works on CPU tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 __all__ = ["CudaDevice", "Device"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+_runtime: Callable[[], Any] = torch.cuda.cudart
 
 
 class Device(Protocol):
@@ -53,6 +57,12 @@ class Device(Protocol):
 
     def pinned(self, nbytes: int) -> Tensor:
         """Bytes on the host that the device copies from and to by itself."""
+
+    def register(self, tensor: Tensor) -> bool:
+        """Let the device copy from and to these bytes on the host as though they were pinned; whether it will."""
+
+    def unregister(self, tensor: Tensor) -> None:
+        """They are about to go."""
 
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
         """One whose result waits, on the device, for the stream that is current when it is set."""
@@ -96,6 +106,12 @@ class CudaDevice:
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, tensor: Tensor) -> bool:
+        return not int(_runtime().cudaHostRegister(tensor.data_ptr(), tensor.numel(), _PORTABLE))
+
+    def unregister(self, tensor: Tensor) -> None:
+        _runtime().cudaHostUnregister(tensor.data_ptr())
 
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
         return torch.futures.Future(devices=[where])
