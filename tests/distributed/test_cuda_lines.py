@@ -19,7 +19,8 @@ from distributed.test_cuda_sharing import sums_over_shared_memory  # noqa: F401
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda import exchanges
 from torch_cgx.executors.rounds import rounds_for
-from unit import test_direct_exchange
+from torch_cgx.work import Completions
+from unit import test_direct_exchange, test_stream_work
 
 PACKAGE = Path(str(torch_cgx.__file__)).parent
 FILES = [
@@ -88,9 +89,11 @@ def other_files(me: Rank) -> None:
     rounds_for.__wrapped__(Topology.flat("SRA", 2), (True, True), 0)
 
 
-def shared_blocks(me: Rank) -> None:
-    """What goes wrong with them, or hardly ever happens."""
+def hardly_ever(me: Rank) -> None:
+    """What goes wrong with shared blocks, or hardly ever happens; streams that come round again."""
     test_direct_exchange.test_memory_that_cannot_be_had_or_mapped_is_an_error_that_says_so()
+    completions = Completions("futures")
+    test_stream_work.test_a_future_waits_for_its_operation_and_not_for_the_next(completions, 2)
     for test in (
         test_direct_exchange.test_payloads_arrive_whatever_their_lengths,
         test_direct_exchange.test_there_is_a_limit_to_what_is_shared,
@@ -103,7 +106,7 @@ JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
     ("sums", ("standin",), "00", {BITS: "4"}),
     ("without_shared_memory", (), "00", {BITS: "4", INNER: "SHM"}),
     ("other_files", (), "0", {}),
-    ("shared_blocks", (), "0", {}),
+    ("hardly_ever", (), "0", {}),
     *(("sums_over_shared_memory", (how,), "00", {BITS: "4", INNER: "SHM"}) for how in test_cuda_sharing.WAYS),
     ("leave", ("aborted",), "00", {BITS: "4", INNER: "SHM"}),
     *(("leave", (how,), "001", {BITS: "4", CROSS: "GLOO"}) for how in ("done", "failed")),
