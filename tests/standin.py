@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -39,9 +40,12 @@ class Event:
 class StandInDevice:
     """Implements `torch_cgx.executors.device.Device`. `log` has a tuple a call, in order; streams by name."""
 
+    registers = True  # memory of the host, when asked
+
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.capturing = False
+        self.registered: dict[int, int] = {}  # address and length of memory on the host
         self._default = Stream("caller")
         self._here = threading.local()
         self._sides = 0
@@ -54,6 +58,9 @@ class StandInDevice:
 
     def say(self, *what: Any) -> None:
         self.log.append(what)
+
+    def adopt(self, where: torch.device) -> None:
+        self.say("adopt", threading.current_thread().name.rstrip("-0123456789"))
 
     def side_stream(self, where: torch.device) -> Stream:
         self._sides += 1
@@ -95,6 +102,14 @@ class StandInDevice:
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8)
+
+    def register(self, tensor: Tensor) -> bool:
+        if self.registers:
+            self.registered[tensor.data_ptr()] = tensor.numel()
+        return self.registers
+
+    def unregister(self, tensor: Tensor) -> None:
+        del self.registered[tensor.data_ptr()]
 
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
         self.say("future")
@@ -179,8 +194,15 @@ class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
                 tensor.div_(self.size())
         return work
 
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._device.say("timeout", timeout.total_seconds())
+        super()._set_default_timeout(timeout)
+
     def shutdown(self) -> None:
         self._device.say("shutdown")
+
+    def abort(self) -> None:
+        self._device.say("abort")
 
 
 class _Meeting:

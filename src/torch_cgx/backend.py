@@ -72,6 +72,7 @@ class ProcessGroupCGX(Allreduces):
         self._completions = Completions(f"cgx-futures-{rank}")
         self._carried: weakref.WeakSet[CarriedWork] = weakref.WeakSet()  # for the barrier, which waits for them
         self._closed = False
+        self._aborting = False
         self._forked = False
         self._has_decider = False
         self.layers = LayerTable()
@@ -122,16 +123,18 @@ class ProcessGroupCGX(Allreduces):
             if self._closed:
                 return
             self._closed = True
+        failed = self._shared is not None and self._shared.has_failed
         if self._reducer is not None:
             self._reducer.close()
         if self._cuda is not None:
-            self._cuda.close()
+            self._cuda.close(at_once=failed or self._aborting)
         self._completions.close()
 
     def abort(self) -> None:
         """Like shutdown, but peers fail at once instead of when they next wait for this rank."""
         if self._shared is not None and not self._closed:
             self._shared.fail(CGXError(f"rank {self._global_ranks[self._rank]} called abort()"))
+        self._aborting = True
         self.shutdown()
 
     def hang_up(self) -> None:
@@ -147,6 +150,8 @@ class ProcessGroupCGX(Allreduces):
         self._timeout = timeout
         for reducer in self._reducers():
             reducer.set_timeout(timeout)
+        if self._cuda is not None:
+            self._cuda.set_timeout(timeout)
 
     # ---- the barrier, as an allreduce ----
 

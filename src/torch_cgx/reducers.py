@@ -30,11 +30,13 @@ from torch_cgx.executors.schedule import staged_slices
 from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
 from torch_cgx.kernels import Rounding
 from torch_cgx.layers import LayerTable
-from torch_cgx.layout import Layer, make_layout
+from torch_cgx.layout import Layer, Layout, make_layout
 from torch_cgx.work import Completions, JobWork, PolledWork, SharedWork
 
 __all__ = [
     "Counts",
+    "Meaning",
+    "Meanings",
     "MessageReducer",
     "Place",
     "Reducer",
@@ -224,6 +226,59 @@ class SharedReducer:
         self._pending.clear()
 
 
+@dataclass(slots=True)
+class Meaning:
+    """What a request means to an executor of programs, but for its tensor and its number."""
+
+    layers: tuple[Layer, ...] | None  # the request's own: as long as they live here, no others have their id
+    layout: Layout
+    widened: bool  # in a float32 copy: sums of several steps would be rounded to 16 bits, and might overflow, between
+    agreed: int
+    compressed: bool
+    payload_nbytes: int
+    call: _native.Call | None = None  # what the board says of it, once asked
+
+
+class Meanings:
+    """Kept by what tells requests apart. Layers by identity: to hash hundreds of them takes longer than all else."""
+
+    def __init__(self, place: Place, topology: Topology) -> None:
+        self._place = place
+        self.topology = topology
+        self._kept: dict[object, Meaning] = {}
+
+    def of(self, request: Request, slice_nbytes: int) -> Meaning:
+        tensor = request.tensor
+        key = (
+            *(request.operation, tensor.shape, tensor.stride(), tensor.dtype, request.reduction),
+            *(request.compression, id(request.layers), self._place.layers.version, slice_nbytes),
+        )
+        return self._kept.get(key) or self._find(key, request, slice_nbytes)
+
+    def call(self, request: Request, meaning: Meaning) -> _native.Call:
+        """What the board says of it."""
+        if meaning.call is None:
+            meaning.call = call_of(request, self._place)
+        return meaning.call
+
+    def _find(self, key: object, request: Request, slice_nbytes: int) -> Meaning:
+        tensor, topology = request.tensor, self.topology
+        layers = self._place.cut(request)
+        widened = tensor.element_size() == 2 and (not topology.is_flat or topology.algorithm == "RING")
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction)
+        layout = make_layout(layers, topology.n_chunks, 4 if widened else tensor.element_size(), slice_nbytes)
+        meaning = Meaning(
+            *(request.layers, layout, widened, stable_hash((*facts, _hash_of(layers)))),
+            compressed=_is_compressed(layers),
+            payload_nbytes=sum(part.nbytes for part in layout.slices),
+        )
+        if len(self._kept) >= _PREPARED:
+            self._kept.clear()
+        self._kept[key] = meaning
+        return meaning
+
+
 class Counts:
     """What was done, as far as it is known when an operation is submitted."""
 
@@ -231,36 +286,27 @@ class Counts:
         names = ("operations", "compressed_operations", "bytes_before", "bytes_after")
         self.figures: dict[str, float] = dict.fromkeys(names, 0)
 
-    def add(self, reduction: Reduction) -> None:
-        chunks = [chunk for part in reduction.layout.slices for chunk in part.chunks]
+    def add(self, request: Request, meaning: Meaning) -> None:
         self.figures["operations"] += 1
-        self.figures["compressed_operations"] += any(piece.bits != 32 for chunk in chunks for piece in chunk.pieces)
-        self.figures["bytes_before"] += reduction.values.numel() * reduction.values.element_size()
-        self.figures["bytes_after"] += sum(chunk.nbytes for chunk in chunks)
+        self.figures["compressed_operations"] += meaning.compressed
+        self.figures["bytes_before"] += request.tensor.numel() * request.tensor.element_size()
+        self.figures["bytes_after"] += meaning.payload_nbytes
 
 
-def make_reduction(request: Request, place: Place, topology: Topology, slice_nbytes: int) -> tuple[Reduction, bool]:
-    """What a request means to an executor of programs, but for its number; whether it needs a float32 copy.
-
-    What is summed up in several steps would be rounded to 16 bits, and might overflow, between them.
-    """
+def make_reduction(request: Request, meaning: Meaning, place: Place, topology: Topology) -> Reduction:
+    """For an executor of programs, but for its number."""
     tensor = request.tensor
     if not tensor.is_inference():
         increment_version(tensor)  # autograd shall notice that values it saved have changed
-    layers = place.cut(request)
-    widened = tensor.element_size() == 2 and (not topology.is_flat or topology.algorithm == "RING")
-    strides = None if tensor.is_contiguous() else tensor.stride()
-    facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction)
-    reduction = Reduction(
+    return Reduction(
         values=torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)),
-        layout=make_layout(layers, topology.n_chunks, 4 if widened else tensor.element_size(), slice_nbytes),
+        layout=meaning.layout,
         topology=topology,
         scale=place.scale(request.reduction),
         rounding=Rounding(place.stochastic(request), place.settings.seed),
-        agreed=stable_hash((*facts, _hash_of(layers))),
+        agreed=meaning.agreed,
         residual=request.residual,
     )
-    return reduction, widened
 
 
 class MessageReducer:
@@ -268,8 +314,8 @@ class MessageReducer:
 
     def __init__(self, executor: MessageExecutor, topology: Topology, place: Place) -> None:
         self._executor = executor
-        self._topology = topology
-        self._tiny_topology = Topology.flat("ALL_TO_ALL", place.world)
+        self._meanings = Meanings(place, topology)
+        self._tiny_meanings = Meanings(place, Topology.flat("ALL_TO_ALL", place.world))
         self._place = place
         self._lock = threading.Lock()
         self._sequence = 0
@@ -278,14 +324,15 @@ class MessageReducer:
     def submit(self, request: Request) -> JobWork:
         tensor, place = request.tensor, self._place
         nbytes = tensor.numel() * tensor.element_size()
-        topology = self._tiny_topology if nbytes * place.world <= _TINY_NBYTES else self._topology
-        slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes, topology)
-        reduction, widened = make_reduction(request, place, topology, slice_nbytes)
-        reduce = self._executor.allreduce_widened if widened else self._executor.allreduce
+        meanings = self._tiny_meanings if nbytes * place.world <= _TINY_NBYTES else self._meanings
+        slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes, meanings.topology)
+        meaning = meanings.of(request, slice_nbytes)
+        reduction = make_reduction(request, meaning, place, meanings.topology)
+        reduce = self._executor.allreduce_widened if meaning.widened else self._executor.allreduce
         with self._lock:
             self._sequence += 1
             job = reduce(reduction.numbered(self._sequence))
-            self._counts.add(reduction)
+            self._counts.add(request, meaning)
         return JobWork(job, request.result, place.completions)
 
     def stats(self) -> dict[str, float]:

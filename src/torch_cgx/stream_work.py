@@ -42,7 +42,13 @@ class StreamWork(PolledWork):
         return self._device.future(self._where)
 
     def settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        with self._device.using(self._enqueued.stream):  # whose work the future's readers then wait for
+        """Its readers wait for what is on the stream that is current now: this operation, and none that came later."""
+        device, enqueued = self._device, self._enqueued
+        stream = device.side_stream(self._where)
+        if stream == enqueued.stream:
+            stream = device.side_stream(self._where)
+        device.hold_back(stream, enqueued.done)
+        with device.using(stream):
             future.set_result(self._result)
 
 
@@ -68,8 +74,16 @@ class StagedWork(StreamWork):
         PolledWork.wait(self, timeout)
         return super().wait()
 
+    def is_completed(self) -> bool:
+        """Not when all is enqueued, which `poll` tells, but when the device is done too."""
+        return super().is_completed() and (self._failure is not None or self._device.is_done(self._enqueued.done))
+
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         return self._completions.future_of(self)
+
+    def settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        self._device.adopt(self._where)  # this is a thread of ours
+        super().settle(future)
 
 
 class CoalescedWork(PolledWork):

@@ -156,6 +156,11 @@ def test_a_plain_training_ends_with_the_bits_of_the_cpu_path(triton: bool) -> No
     assert torch.equal(same_on_all_ranks(ends), on_cpu)
 
 
+def last_done(log: list[tuple[Any, ...]]) -> int:
+    """The event that was recorded last on the stream that operations run on."""
+    return int([entry[1] for entry in log if entry[0] == "record" and entry[2] == "side 1"][-1])
+
+
 def waits_and_futures(me: Rank, staged: bool) -> None:
     group = start(me, "standin")
     group.set_timeout(timedelta(seconds=60))
@@ -168,7 +173,7 @@ def waits_and_futures(me: Rank, staged: bool) -> None:
         assert not any(entry[0] == "synchronize" for entry in log), "the host waited"
         assert log[-1][0] == "record" and log[-1][2] == "side 1", "not all was enqueued"
     work.wait()
-    (done,) = [entry[1] for entry in log if entry[0] == "record" and entry[2] == "side 1"][-1:]
+    done = last_done(log)
     assert log[-1] == ("hold back", "caller", done)
     with group.device.using(standin.Stream("another")):
         work.wait()
@@ -183,7 +188,10 @@ def waits_and_futures(me: Rank, staged: bool) -> None:
     seen: list[str] = []
     after = future.then(lambda f: seen.append(group.device.here.name) or f.value()[0])  # type: ignore[func-returns-value]
     assert torch.equal(after.wait(), x) and digest(y) == digest(x)
-    assert seen == ["side 1"] or not staged  # it was complete when the callback came
+    assert seen == ["side 2"] or not staged  # it was complete when the callback came
+    assert ("hold back", "side 2", last_done(log)) in log, "a future waits for its operation alone"
+    adopted = {entry[1] for entry in log if entry[0] == "adopt"}
+    assert adopted == ({"cgx-staging", "cgx-futures"} if staged else set()), "threads of ours, and only they"
     kept = [entry for entry in log if entry[0] == "keep"]
     assert kept == [("keep", 5000, "side 1")] * 2
 

@@ -10,17 +10,22 @@ import torch.distributed as dist
 
 import lines
 import torch_cgx
-from distributed import test_cuda
+from distributed import test_cuda, test_cuda_sharing
 from distributed.gradients import BITS, noise
 from distributed.harness import Rank, describe, observe_ranks
 from distributed.test_cuda import CROSS, INNER, STAGED, start
+from distributed.test_cuda_ends import leave, told_timeouts  # noqa: F401
+from distributed.test_cuda_sharing import sums_over_shared_memory  # noqa: F401
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda import exchanges
 from torch_cgx.executors.rounds import rounds_for
+from torch_cgx.work import Completions
+from unit import test_direct_exchange, test_stream_work
 
 PACKAGE = Path(str(torch_cgx.__file__)).parent
 FILES = [
-    *(PACKAGE / "executors" / f"{name}.py" for name in ("cuda", "device", "rounds", "staged", "shared_exchange")),
+    *(PACKAGE / "executors" / f"{name}.py" for name in ("cuda", "device", "rounds", "staged")),
+    *(PACKAGE / "executors" / f"{name}.py" for name in ("shared_exchange", "direct_exchange")),
     *sorted((PACKAGE / "cuda").glob("*.py")),
     PACKAGE / "stream_work.py",
     PACKAGE / "transports" / "nccl.py",
@@ -29,6 +34,7 @@ FILES = [
 # What only a GPU can execute, by the file it stands in. Each is one call into torch.cuda, NCCL or Triton.
 ONLY_ON_A_GPU = {
     "device.py": [
+        "torch.cuda.set_device(where)",
         "return torch.cuda.Stream(where, priority=-1)  # type: ignore[no-untyped-call]",
         "return torch.cuda.current_stream(where)",
         "return torch.cuda.stream(stream)",
@@ -40,6 +46,8 @@ ONLY_ON_A_GPU = {
         "return torch.cuda.is_current_stream_capturing()",
         "return torch.empty(nbytes, dtype=torch.uint8, device=where)",
         "return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)",
+        "return not int(_runtime().cudaHostRegister(tensor.data_ptr(), tensor.numel(), _PORTABLE))",
+        "_runtime().cudaHostUnregister(tensor.data_ptr())",
         "return torch.futures.Future(devices=[where])",
     ],
     "engine.py": [
@@ -81,11 +89,28 @@ def other_files(me: Rank) -> None:
     rounds_for.__wrapped__(Topology.flat("SRA", 2), (True, True), 0)
 
 
+def hardly_ever(me: Rank) -> None:
+    """What goes wrong with shared blocks, or hardly ever happens; streams that come round again."""
+    test_direct_exchange.test_memory_that_cannot_be_had_or_mapped_is_an_error_that_says_so()
+    completions = Completions("futures")
+    test_stream_work.test_a_future_waits_for_its_operation_and_not_for_the_next(completions, 2)
+    for test in (
+        test_direct_exchange.test_payloads_arrive_whatever_their_lengths,
+        test_direct_exchange.test_there_is_a_limit_to_what_is_shared,
+    ):
+        test(test_direct_exchange.make_pair(True))
+
+
 JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
     ("on_cpu_too", (), "00", {}),
     ("sums", ("standin",), "00", {BITS: "4"}),
     ("without_shared_memory", (), "00", {BITS: "4", INNER: "SHM"}),
     ("other_files", (), "0", {}),
+    ("hardly_ever", (), "0", {}),
+    *(("sums_over_shared_memory", (how,), "00", {BITS: "4", INNER: "SHM"}) for how in test_cuda_sharing.WAYS),
+    ("leave", ("aborted",), "00", {BITS: "4", INNER: "SHM"}),
+    *(("leave", (how,), "001", {BITS: "4", CROSS: "GLOO"}) for how in ("done", "failed")),
+    ("told_timeouts", (), "00", {BITS: "4"}),
     ("waits_and_futures", (False,), "00", {BITS: "4"}),
     ("mixed_calls", (), "00", {}),
     ("alone", (), "0", {BITS: "4"}),

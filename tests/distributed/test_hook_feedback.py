@@ -17,6 +17,7 @@ from distributed.hooked import descend, gradients_of, in_memory_order
 from distributed.test_training import same_on_all_ranks
 from distributed.training import flat
 from torch_cgx import CGXState, cgx_hook
+from torch_cgx.hooks import state as hook_state
 
 OVER_MESSAGES = {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO"}
 STEPS = 4
@@ -135,9 +136,12 @@ class _Scaler:
         return self.scale
 
 
-def scale_changes(me: Rank) -> Tensor:
+def scale_changes(me: Rank, on_device: bool) -> Tensor:
     """Scales that are powers of two change no bit of what training without a scaler does."""
     scaler = _Scaler()
+    if on_device:
+        told = torch.tensor(0.0)  # one tensor, changed in place
+        hook_state.scale_of = lambda scaler: 1.0 if scaler is None else told.fill_(scaler.scale)  # type: ignore[assignment]
     plain, plain_state = hooked()
     scaled, scaled_state = hooked(grad_scaler=scaler)
     for step in range(5):
@@ -153,8 +157,9 @@ def scale_changes(me: Rank) -> Tensor:
     return flat(scaled)
 
 
-def test_residuals_follow_the_scale_of_the_loss() -> None:
-    same_on_all_ranks(run_ranks(scale_changes, 2, "cgx"))
+@pytest.mark.parametrize("on_device", [False, True], ids=["a number", "a tensor"])
+def test_residuals_follow_the_scale_of_the_loss(on_device: bool) -> None:
+    same_on_all_ranks(run_ranks(scale_changes, 2, "cgx", on_device))
 
 
 def a_block_is_nan(me: Rank, dtype: torch.dtype) -> None:

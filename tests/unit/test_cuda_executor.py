@@ -71,6 +71,8 @@ class HallExchange:
 
     def close(self) -> None: ...
 
+    def abort(self) -> None: ...
+
 
 class _HallArrival:
     def __init__(self, hall: Hall, device: StandInDevice, number: int, rank: int, incoming: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
 from torch_cgx.config import Compression
 from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
-from torch_cgx.hooks.residuals import Residuals, add_residual
+from torch_cgx.hooks.residuals import Residuals, add_residual, scale_of
 
 
 def make_net() -> nn.Sequential:
@@ -102,6 +102,48 @@ def test_overrides_without_names_are_refused_at_once() -> None:
 
 
 # ---- residuals ----
+
+
+class _Scaler:
+    """A GradScaler's scale, and who looks at it."""
+
+    def __init__(self, scale: Tensor | None) -> None:
+        self._scale = scale
+        self.looks = 0
+
+    def get_scale(self) -> float:
+        self.looks += 1
+        return 8.0 if self._scale is None else self._scale.item()
+
+
+def test_the_host_does_not_look_at_a_scale_that_is_on_a_device() -> None:
+    on_device = _Scaler(torch.tensor(2.0, device="meta"))  # to look at this one is an error
+    assert scale_of(on_device) is on_device._scale and on_device.looks == 0
+    assert scale_of(_Scaler(torch.tensor(2.0))) == 2.0
+    assert scale_of(_Scaler(None)) == 8.0 and scale_of(None) == 1.0
+
+
+def test_residuals_are_multiplied_on_the_device_where_the_scale_is() -> None:
+    residuals = Residuals()
+    (a, b), scale = torch.ones(2, 3), torch.tensor(4.0)
+    flat = residuals.lay_out([a, b], ["a", "b"])
+    flat.fill_(1.0)
+    residuals.rescale(scale)
+    assert flat.tolist() == [4.0] * 6 and residuals.scale == 4.0
+    scale.fill_(2.0)
+    assert residuals.scale == 4.0, "it was changed in place"
+    residuals.rescale(scale)
+    assert flat.tolist() == [2.0] * 6
+    residuals.rescale(0.5)
+    assert flat.tolist() == [0.5] * 6
+
+    residuals.put({"a": torch.full((3,), 3.0), "b": torch.full((3,), 5.0)}, 2.0)
+    residuals.rescale(scale.fill_(8.0))
+    named = residuals.named({id(a): "a"}.get)
+    assert (named["a"].tolist(), named["b"].tolist()) == ([12.0] * 3, [20.0] * 3)
+    assert residuals.lay_out([a], ["a"]).tolist() == [12.0] * 3
+    residuals.rescale(scale.fill_(4.0))
+    assert residuals.lay_out([b, a], ["b", "a"]).tolist() == [10.0] * 3 + [6.0] * 3
 
 
 def test_residuals_are_kept_by_parameter_when_grad_buckets_are_made_anew() -> None:

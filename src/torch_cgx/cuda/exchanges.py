@@ -8,6 +8,8 @@ from torch_cgx import _native
 from torch_cgx.algorithms import Topology
 from torch_cgx.calls import collective_call
 from torch_cgx.cuda.engine import Engine
+from torch_cgx.cuda.sharing import processes_that_share
+from torch_cgx.executors.direct_exchange import DirectExchange
 from torch_cgx.executors.shared_exchange import SharedExchange
 from torch_cgx.executors.staged import DividedExchange, StagedExchange
 from torch_cgx.membership import Joining, open_shared_group
@@ -41,8 +43,11 @@ def open_exchange(engine: Engine, joining: Joining, topology: Topology, carrier:
     if cross == "SHM":
         shared = open_shared_group(joining, "cuda") if all(members.native) else None
         if shared is not None:
-            place = (joining.rank, joining.world, joining.timeout)
-            return SharedExchange(engine.device, shared, _exchange_call, *place)
+            given = (engine.device, shared, _exchange_call, joining.rank)
+            pids = processes_that_share(joining)
+            if pids is not None:
+                return DirectExchange(*given, pids, joining.timeout)
+            return SharedExchange(*given, joining.world, joining.timeout)
         cross = settings.cross_communicator
     within = "SHM" if inner == "NCCL" else inner
     transports = open_transports(joining, "cuda messages", topology, within, cross)
@@ -51,7 +56,7 @@ def open_exchange(engine: Engine, joining: Joining, topology: Topology, carrier:
         return staged
     home = topology.nodes[joining.rank]
     near = [node == home for node in topology.nodes]
-    return DividedExchange(NcclExchange(engine.new_group("nccl within")), staged, near)
+    return DividedExchange(NcclExchange(engine.new_group("nccl within"), owned=True), staged, near)
 
 
 def _exchange_call(agreed: int) -> _native.Call:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+
+import torch
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda.engine import Engine
 from torch_cgx.errors import CGXError
-from torch_cgx.executors.cuda import CudaExecutor
+from torch_cgx.executors.computing import Reduction
+from torch_cgx.executors.cuda import CudaExecutor, Enqueued
 from torch_cgx.executors.jobs import JobThread
 from torch_cgx.executors.shm import SharedGroup
-from torch_cgx.reducers import Counts, Place, Request, call_of, make_reduction
+from torch_cgx.reducers import Counts, Meaning, Meanings, Place, Request, make_reduction
 from torch_cgx.stream_work import StagedWork, StreamWork
 from torch_cgx.transports import Exchange
 
@@ -39,37 +43,56 @@ class CudaReducer:
         place: Place,
         board: SharedGroup | None,
         lock: threading.Lock,
+        timeout: timedelta,
     ) -> None:
         self._device = engine.device
         self._executor = CudaExecutor(engine.device, engine.make_kernels, exchange, place.rank)
         self._exchange = exchange
         self._topology = topology
+        self._meanings = Meanings(place, topology)
         self._place = place
         self._board = board
         self._lock = lock
-        self._thread = JobThread("cgx-staging", exchange.close) if exchange.waits else None
+        self._timeout = timeout
+        self._thread = JobThread("cgx-staging", self._hang_up) if exchange.waits else None
         self._sequence = 0
         self._failure: CGXError | None = None
         self.reset_stats()
 
     def submit(self, request: Request) -> StreamWork:
         place, where = self._place, request.tensor.device
-        reduction, widened = make_reduction(request, place, self._topology, self._slice_nbytes(request))
+        meaning = self._meanings.of(request, self._slice_nbytes(request))
+        reduction = make_reduction(request, meaning, place, self._topology)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             enqueued = self._executor.take(reduction)
-            reduction = reduction.numbered(self._number(request))
-            self._counts.add(reduction)
-            enqueue = partial(self._executor.enqueue, reduction, enqueued, widened=widened)
+            reduction = reduction.numbered(self._number(request, meaning))
+            self._counts.add(request, meaning)
+            timeout = timedelta(milliseconds=request.timeout_ms)
+            enqueue = partial(self._enqueue, reduction, enqueued, meaning.widened, timeout)
             if self._thread is not None:
-                job = self._thread.submit(enqueue)
+                job = self._thread.submit(partial(self._stage, where, enqueue))
                 return StagedWork(job, self._device, where, enqueued, request.result, place.completions)
-            try:
-                enqueue()
-            except Exception as error:
-                raise self._failed(error) from error
+            enqueue()
         return StreamWork(self._device, where, enqueued, request.result, place.completions)
+
+    def _stage(self, where: torch.device, enqueue: Callable[[], None]) -> None:
+        """On the thread, whose device would be the first one, whichever this rank's is."""
+        self._device.adopt(where)
+        enqueue()
+
+    def _enqueue(self, reduction: Reduction, enqueued: Enqueued, widened: bool, timeout: timedelta) -> None:
+        own_timeout = timeout != self._timeout
+        try:
+            if own_timeout:
+                self._exchange.set_timeout(timeout)
+            self._executor.enqueue(reduction, enqueued, widened=widened)
+        except Exception as error:
+            raise self._failed(error) from error
+        finally:
+            if own_timeout:
+                self._exchange.set_timeout(self._timeout)
 
     def _slice_nbytes(self, request: Request) -> int:
         nbytes = request.tensor.numel() * request.tensor.element_size()
@@ -77,21 +100,24 @@ class CudaReducer:
         most = min(fusion_nbytes, self._exchange.most_nbytes or fusion_nbytes)
         return max(1, min(most, max(_LEAST_SLICE_NBYTES, -(-nbytes // _SLICES))))
 
-    def _number(self, request: Request) -> int:
+    def _number(self, request: Request, meaning: Meaning) -> int:
         """The operation's number in its group: the board's, which is the CPU path's too."""
         if self._board is None:
             self._sequence += 1
             return self._sequence
-        number = self._board.note(call_of(request, self._place))
+        number = self._board.note(self._meanings.call(request, meaning))
         self._board.check(number)
         return number
 
     def _failed(self, error: Exception) -> CGXError:
         """The stream holds half an operation, and peers wait for the rest: nothing can follow on this group."""
-        self._failure = CGXError(f"a compressed all_reduce failed while it was enqueued, and so has its group: {error}")
+        failure = error
+        if not isinstance(failure, CGXError):
+            failure = CGXError(f"a compressed all_reduce failed while it was enqueued, and so has its group: {error}")
+        self._failure = failure
         if self._board is not None:
-            self._board.fail(self._failure)
-        return self._failure
+            self._board.fail(failure)
+        return failure
 
     def stats(self) -> dict[str, float]:
         """Time is not known: the host does not see when the device does what."""
@@ -103,9 +129,24 @@ class CudaReducer:
         self._executor.reset_stats()
 
     def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
         self._exchange.set_timeout(timeout)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close()
         self._exchange.close()
+
+    def abort(self) -> None:
+        """Leave without waiting for anybody."""
+        self._exchange.abort()
+        self.close()
+
+    def _hang_up(self) -> None:
+        """The thread has failed, still waits, or is about to end."""
+        at_once = self._failure is not None or (self._thread is not None and self._thread.is_busy)
+        (self._exchange.abort if at_once else self._exchange.close)()

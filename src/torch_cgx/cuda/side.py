@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch_cgx.membership import Joining
 from torch_cgx.nodes import topology_of
 from torch_cgx.reducers import Place
 from torch_cgx.stream_work import CoalescedWork
+from torch_cgx.transports.nccl import leave, limit
 from torch_cgx.work import Completions
 
 __all__ = ["CudaSide", "open_side"]
@@ -37,10 +39,20 @@ class CudaSide:
         """The calling thread's current stream uses this tensor, which may have been made on another."""
         self._device.keep(tensor, self._device.current_stream(tensor.device))
 
-    def close(self) -> None:
-        if self.reducer is not None:
-            self.reducer.close()
-        self.carrier.shutdown()
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of what the carrier is given from now on; the reducer has its own."""
+        limit(self.carrier, timeout)
+
+    def close(self, *, at_once: bool) -> None:
+        """`at_once`: the group has failed, and what is under way may never end."""
+        reducer = self.reducer
+        if reducer is not None:
+            at_once = at_once or reducer.has_failed
+            if at_once:
+                reducer.abort()
+            else:
+                reducer.close()
+        leave(self.carrier, at_once=at_once)
 
 
 def open_side(
@@ -52,4 +64,4 @@ def open_side(
         return CudaSide(engine, carrier, None)
     topology = topology_of(joining.members.nodes, joining.settings)
     exchange = open_exchange(engine, joining, topology, carrier)
-    return CudaSide(engine, carrier, CudaReducer(engine, exchange, topology, place, board, lock))
+    return CudaSide(engine, carrier, CudaReducer(engine, exchange, topology, place, board, lock, joining.timeout))

@@ -6,6 +6,7 @@ put a stand-in in its place that notes the calls and works on CPU tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,12 +15,18 @@ from torch import Tensor
 
 __all__ = ["CudaDevice", "Device"]
 
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+_runtime: Callable[[], Any] = torch.cuda.cudart
+
 
 class Device(Protocol):
     """Streams and events are the device's own objects, for its methods alone."""
 
+    def adopt(self, where: torch.device) -> None:
+        """From now on the calling thread, one of ours, works for this device."""
+
     def side_stream(self, where: torch.device) -> Any:
-        """A new stream."""
+        """A stream; after some dozens, one that was given before."""
 
     def current_stream(self, where: torch.device) -> Any:
         """What the calling thread enqueues on."""
@@ -51,12 +58,21 @@ class Device(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Bytes on the host that the device copies from and to by itself."""
 
+    def register(self, tensor: Tensor) -> bool:
+        """Let the device copy from and to these bytes on the host as though they were pinned; whether it will."""
+
+    def unregister(self, tensor: Tensor) -> None:
+        """They are about to go."""
+
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
         """One whose result waits, on the device, for the stream that is current when it is set."""
 
 
 class CudaDevice:
     """CUDA, and ROCm, which torch calls by the same names."""
+
+    def adopt(self, where: torch.device) -> None:
+        torch.cuda.set_device(where)
 
     def side_stream(self, where: torch.device) -> Any:
         return torch.cuda.Stream(where, priority=-1)  # type: ignore[no-untyped-call]
@@ -90,6 +106,12 @@ class CudaDevice:
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, tensor: Tensor) -> bool:
+        return not int(_runtime().cudaHostRegister(tensor.data_ptr(), tensor.numel(), _PORTABLE))
+
+    def unregister(self, tensor: Tensor) -> None:
+        _runtime().cudaHostUnregister(tensor.data_ptr())
 
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
         return torch.futures.Future(devices=[where])

@@ -78,6 +78,11 @@ class JobThread:
             self._hang_up()  # what it still waits for, it need not wait for any longer
             self._thread.join(timeout=_CLOSE_S)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has not come to its end."""
+        return self._thread.is_alive()
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             if self._failure is None:

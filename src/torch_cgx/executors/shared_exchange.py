@@ -1,5 +1,7 @@
 """Exchanges of a device's payloads through shared memory: pinned host memory, and the native executor to carry them.
 
+For where ranks cannot map each other's memory; where they can, `direct_exchange` copies once less at each end.
+
 An exchange is a program like any other, whose values are the payloads' bytes and whose pieces are raw: encode what I
 send into a slot for each peer, decode what each peer has for me. So it has the native executor's waits and errors.
 """
@@ -24,7 +26,7 @@ from torch_cgx.program import Decode, Encode, Receive, Send, Step
 from torch_cgx.quantizers import Identity
 from torch_cgx.transports import Arrival
 
-__all__ = ["SharedExchange"]
+__all__ = ["SharedExchange", "exchange_plan", "wait_for"]
 
 _SLICE_MS = 100  # of a wait; another one follows
 _DTYPE = torch.float32  # what the executor takes payloads for, whose lengths are multiples of 8
@@ -59,7 +61,7 @@ class SharedExchange:
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
         lengths = tuple(tuple(payload.numel() for payload in payloads) for payloads in (outgoing, incoming))
-        plan = _exchange_plan(self._rank, *lengths, room_nbytes)
+        plan = exchange_plan(self._rank, *lengths, room_nbytes)
         sent = [payload for payload in outgoing if payload.numel()]
         arriving = [payload for payload in incoming if payload.numel()]
         host = self._device.pinned(sum(payload.numel() for payload in (*sent, *arriving)))
@@ -82,6 +84,8 @@ class SharedExchange:
     def close(self) -> None:
         self._shared.close()
 
+    abort = close
+
 
 @dataclass(slots=True)
 class _Arrival:
@@ -91,14 +95,19 @@ class _Arrival:
     copies: list[tuple[Tensor, Tensor]]  # from the host, to the device
 
     def wait(self) -> None:
-        while not self.shared.wait(self.number, _SLICE_MS):
-            pass
+        wait_for(self.shared, self.number)
         for host, payload in self.copies:
             payload.copy_(host, non_blocking=True)  # torch gives pinned memory to nobody else before that is done
 
 
+def wait_for(shared: SharedGroup, number: int) -> None:
+    """Until an operation of that number is done; raises what it failed with."""
+    while not shared.wait(number, _SLICE_MS):
+        pass
+
+
 @lru_cache(maxsize=1024)
-def _exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], room_nbytes: int) -> Plan:
+def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], room_nbytes: int) -> Plan:
     """Bytes by peer; what is sent lies first in memory. A slot for each pair of ranks, as long as the room."""
     world = len(sent)
     slots: dict[str, SharedSlot] = {}

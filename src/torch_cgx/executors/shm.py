@@ -330,6 +330,11 @@ class SharedGroup:
         status = next((status for status, kind in _ERRORS.items() if type(error) is kind), -4)
         self._lib.cgx_group_fail(self._handle, status, str(error).encode())
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank or a peer has."""
+        return bool(self._lib.cgx_group_check(self._handle, 0, 0) < 0)
+
     def error(self, status: int) -> CGXError:
         text = ctypes.create_string_buffer(2048)
         kept = self._lib.cgx_group_error(self._handle, text, len(text))

@@ -99,6 +99,8 @@ class StagedExchange:
                 with suppress(Exception):  # it is in ruins already, and whoever waits must still be told
                     transport.close()
 
+    abort = close
+
     def _transport(self, peer: int) -> Transport:
         transport = self._transports[peer]
         assert transport is not None
@@ -146,3 +148,7 @@ class DividedExchange:
     def close(self) -> None:
         self._within.close()
         self._between.close()
+
+    def abort(self) -> None:
+        self._within.abort()
+        self._between.abort()

@@ -7,20 +7,27 @@ new grad buckets after the first step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Residuals"]
+__all__ = ["Residuals", "add_residual", "scale_of"]
 
 
 class Residuals:
-    """`scale` is what the loss was multiplied with when they were kept (1 without a GradScaler)."""
+    """They are multiplied with `scale`, as the loss was when they were kept (1 without a GradScaler)."""
 
     def __init__(self) -> None:
         self._by_parameter: dict[int, Tensor] = {}  # flat views into those of grad buckets
         self._waiting: dict[str, Tensor] = {}  # loaded, for parameters that have not been seen yet
-        self.scale = 1.0
+        self._waiting_scale = 1.0
+        self._scale: float | Tensor = 1.0  # a tensor, where the scale is on the residuals' device
+
+    @property
+    def scale(self) -> float:
+        """The host waits for it, where it is on a device."""
+        return float(self._scale)
 
     def lay_out(self, parameters: Sequence[Tensor], names: Sequence[str | None]) -> Tensor:
         """The residuals of a grad bucket, one after the other: those kept so far, else zeros."""
@@ -28,10 +35,10 @@ class Residuals:
         views = torch.split(flat, [parameter.numel() for parameter in parameters])
         for parameter, name, view in zip(parameters, names, views, strict=True):
             kept = self._by_parameter.get(id(parameter))
-            if kept is None and name is not None:
-                kept = self._waiting.pop(name, None)
             if kept is not None:
-                view.copy_(kept.view(-1))
+                view.copy_(kept)
+            elif name is not None and (loaded := self._waiting.pop(name, None)) is not None:
+                view.copy_(loaded.view(-1)).mul_(self._scale / self._waiting_scale)
             self._by_parameter[id(parameter)] = view
         return flat
 
@@ -40,18 +47,23 @@ class Residuals:
         for parameter in parameters:
             self._by_parameter.pop(id(parameter), None)
 
-    def rescale(self, scale: float) -> None:
-        """The loss is multiplied with another number from now on."""
-        if scale != self.scale:
-            for kept in (*self._by_parameter.values(), *self._waiting.values()):
-                kept.mul_(scale / self.scale)
-            self.scale = scale
+    def rescale(self, scale: float | Tensor) -> None:
+        """The loss is multiplied with this number from now on; one on a device is not looked at."""
+        kept = list(self._by_parameter.values())
+        if isinstance(scale, Tensor):
+            if kept:
+                torch._foreach_mul_(kept, (scale / self._scale).to(torch.float32))
+            self._scale = scale.clone()  # a GradScaler changes it in place
+        elif scale != self.scale:
+            for each in kept:
+                each.mul_(scale / self.scale)
+            self._scale = scale
 
     def put(self, named: Mapping[str, Tensor], scale: float) -> None:
         """Take the place of all that is kept, parameter by parameter as they come."""
         self._by_parameter.clear()
         self._waiting = {name: kept.detach().to(torch.float32).clone() for name, kept in named.items()}
-        self.scale = scale
+        self._waiting_scale = self._scale = scale
 
     def drop_waiting(self, fits: Callable[[str, int], bool]) -> list[str]:
         """Forget what was loaded for parameters that, by name and number of values, are not there; their names."""
@@ -62,7 +74,7 @@ class Residuals:
 
     def named(self, name_of: Callable[[int], str | None]) -> dict[str, Tensor]:
         """Copies, by parameter name; those without a name are left out."""
-        found = {name: kept.clone() for name, kept in self._waiting.items()}
+        found = {name: kept * (self.scale / self._waiting_scale) for name, kept in self._waiting.items()}
         for identity, kept in self._by_parameter.items():
             name = name_of(identity)
             if name is not None:
@@ -82,3 +94,11 @@ def add_residual(buffer: Tensor, residual: Tensor) -> Tensor | None:
     buffer.copy_(wide)
     lost = wide.sub_(buffer)
     return torch.where(torch.isfinite(lost), lost, 0)
+
+
+def scale_of(grad_scaler: Any) -> float | Tensor:
+    """What a GradScaler multiplies the loss with; where that is on a device, as it is there, without a look."""
+    if grad_scaler is None:
+        return 1.0
+    scale = getattr(grad_scaler, "_scale", None)  # None before the first loss, and of a scaler that is switched off
+    return scale if isinstance(scale, Tensor) and scale.device.type != "cpu" else float(grad_scaler.get_scale())

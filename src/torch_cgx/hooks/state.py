@@ -22,7 +22,7 @@ from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
 from torch_cgx.hooks.choices import Choices, read_compression
 from torch_cgx.hooks.groups import cgx_group_of
 from torch_cgx.hooks.report import Report
-from torch_cgx.hooks.residuals import Residuals, add_residual
+from torch_cgx.hooks.residuals import Residuals, add_residual, scale_of
 
 __all__ = ["CGXState"]
 
@@ -173,7 +173,7 @@ class CGXState:
             self._refresh()
         known = self._known(bucket, group)
         if bucket.index() == 0 and self._settings["error_feedback"]:
-            self._residuals.rescale(1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()))
+            self._residuals.rescale(scale_of(self.grad_scaler))
         step = self._step
         if bucket.is_last():
             self._step += 1

@@ -79,3 +79,6 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         """Leave; peers that wait for this rank raise. May be called twice."""
+
+    def abort(self) -> None:
+        """The same, without waiting for what is under way on the device. May follow or precede `close`."""

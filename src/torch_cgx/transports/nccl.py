@@ -16,11 +16,24 @@ from torch import Tensor
 
 from torch_cgx.transports import Arrival
 
-__all__ = ["NcclExchange"]
+__all__ = ["NcclExchange", "leave", "limit"]
+
+
+def leave(group: Any, *, at_once: bool) -> None:
+    """End a group of torch's: when all that it was given is done, or at once, whatever is under way."""
+    # A torch without `abort` ends everything in `shutdown`.
+    (getattr(group, "abort", group.shutdown) if at_once else group.shutdown)()
+
+
+def limit(group: Any, timeout: timedelta) -> None:
+    """Give a group of torch's another timeout, for what it is given from now on."""
+    # Every torch that we support has the first for NCCL; the second is its public successor.
+    (getattr(group, "_set_default_timeout", None) or group.set_timeout)(timeout)
 
 
 class NcclExchange:
-    """Implements `torch_cgx.transports.Exchange`; `group` is a ProcessGroupNCCL, or has its `alltoall`.
+    """Implements `torch_cgx.transports.Exchange`; `group` is a ProcessGroupNCCL, or has its `alltoall`. `owned`: it is
+    the exchange's alone, and ends with it; else whoever made it ends it.
 
     The group may carry other collectives too, from the same thread. Where ranks lose step, NCCL's watchdog ends the
     process after the group's timeout, as it does with every collective of torch's own.
@@ -29,8 +42,9 @@ class NcclExchange:
     waits = False
     most_nbytes = None
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, owned: bool = False) -> None:
         self._group = group
+        self._to_end = owned
 
     def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
         """NCCL compares nothing."""
@@ -40,7 +54,15 @@ class NcclExchange:
         return arrival  # whose wait makes the current stream wait, not the host
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The group has it from its creation."""
+        limit(self._group, timeout)
 
     def close(self) -> None:
-        """Whoever made the group ends it."""
+        self._leave(at_once=False)
+
+    def abort(self) -> None:
+        self._leave(at_once=True)
+
+    def _leave(self, *, at_once: bool) -> None:
+        if self._to_end:
+            self._to_end = False
+            leave(self._group, at_once=at_once)
