@@ -46,7 +46,7 @@ ONLY_ON_A_GPU = {
         'return Engine("cuda", partial(_new_nccl, joining), CudaDevice(), triton_kernels)',
         "options = dist.ProcessGroupNCCL.Options()",
         "options._timeout = joining.timeout",
-        "return dist.ProcessGroupNCCL(joining.prefixed(name), joining.rank, joining.world, options)",
+        "return dist.ProcessGroupNCCL(joining.prefixed(name), ranks.index(joining.rank), len(ranks), options)",
         "from torch_cgx.kernels.triton import TritonKernels",
         "return TritonKernels()",
     ],

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda.engine import Engine
+from torch_cgx.cuda.turns import Turns
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.cuda import CudaExecutor
 from torch_cgx.executors.jobs import JobThread
@@ -28,7 +29,7 @@ class CudaReducer:
     """Implements `torch_cgx.reducers.Reducer`.
 
     Enqueues from the calling thread, or, where the exchange makes the host wait, from a thread of its own. `lock` is
-    the group's: calls are enqueued in the order in which the board has them.
+    the group's: calls are enqueued in the order in which the board has them. `turns`, if any, are with its carrier.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class CudaReducer:
         place: Place,
         board: SharedGroup | None,
         lock: threading.Lock,
+        turns: Turns | None = None,
     ) -> None:
         self._device = engine.device
         self._executor = CudaExecutor(engine.device, engine.make_kernels, exchange, place.rank)
@@ -47,6 +49,7 @@ class CudaReducer:
         self._place = place
         self._board = board
         self._lock = lock
+        self._turns = turns
         self._thread = JobThread("cgx-staging", exchange.close) if exchange.waits else None
         self._sequence = 0
         self._failure: CGXError | None = None
@@ -63,7 +66,11 @@ class CudaReducer:
             self._counts.add(reduction)
             enqueue = partial(self._executor.enqueue, reduction, enqueued, widened=widened)
             if self._thread is not None:
+                if self._turns is not None:
+                    self._turns.after_carried(where, enqueued)
                 job = self._thread.submit(enqueue)
+                if self._turns is not None:
+                    self._turns.note_staged(where, enqueued, job)
                 return StagedWork(job, self._device, where, enqueued, request.result, place.completions)
             try:
                 enqueue()
