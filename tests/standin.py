@@ -221,6 +221,9 @@ class StandInGroup(ProcessGroupCGX):
 
     make_kernels: Callable[[], Kernels] = staticmethod(default_kernels)
 
+    def _cuda_problem(self) -> str:
+        return ""
+
     def _engine(self, joining: Joining) -> Engine:
         self.device = StandInDevice()
         self.kernels: NotedKernels | None = None
@@ -231,8 +234,9 @@ class StandInGroup(ProcessGroupCGX):
 
         return Engine("cpu", partial(self._new_group, joining), self.device, make_kernels)
 
-    def _new_group(self, joining: Joining, name: str) -> GlooForNccl:
-        return GlooForNccl(self.device, joining.prefixed(name), joining.rank, joining.world, joining.timeout)
+    def _new_group(self, joining: Joining, name: str, ranks: Sequence[int]) -> GlooForNccl:
+        store = joining.prefixed(name)
+        return GlooForNccl(self.device, store, ranks.index(joining.rank), len(ranks), joining.timeout)
 
 
 def create(options: Any, backend_options: Any = None) -> StandInGroup:

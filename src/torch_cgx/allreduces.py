@@ -82,6 +82,12 @@ class Allreduces(ReduceScatters):
         parts = [self._allreduce("all_reduce", tensor, [tensor], opts) for tensor in tensors]
         return side.together(parts, tensors, self._completions)
 
+    def _together(self, parts: list[Any], result: list[Tensor]) -> Any:
+        side = self._side(result[0]) if result else None
+        if side is not None:
+            return side.together(parts, result, self._completions)
+        return CompositeWork(parts, _nothing, result, self._completions)
+
     def _fusable(self, tensors: list[Tensor], reduction: str) -> list[Tensor]:
         """Also where each is too small to be compressed: one message instead of many is what they gain."""
         if self._reducer is None or self._default().bits == 32:

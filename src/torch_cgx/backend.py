@@ -27,8 +27,8 @@ from torch_cgx import membership
 from torch_cgx.allreduces import EXACT, Allreduces, milliseconds
 from torch_cgx.calls import collective_call, options_from
 from torch_cgx.config import Settings
-from torch_cgx.cuda import CudaSide, Engine, cuda_engine, open_side
-from torch_cgx.errors import CGXError
+from torch_cgx.cuda import CudaSide, Engine, cuda_engine, cuda_problem, open_side
+from torch_cgx.errors import CGXError, MismatchError
 from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.layers import LayerTable
 from torch_cgx.meeting import meet
@@ -81,7 +81,8 @@ class ProcessGroupCGX(Allreduces):
         prefixed = partial(c10d.PrefixStore, store=c10d.PrefixStore(met, store))
         # Settings are compared before any connection is made, so that a wrong one fails on all ranks at once.
         self._settings = membership.agree(prefixed("cgx"), rank, world, Settings.from_environ)
-        members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks)
+        facts = (self._settings, self._global_ranks, self._cuda_problem())
+        self._members = members = membership.join(prefixed("cgx"), rank, world, *facts)
 
         self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
@@ -96,16 +97,19 @@ class ProcessGroupCGX(Allreduces):
         elif world > 1:
             self._reducer = MessageReducer(*open_executor(joining), place)
         self._cuda: CudaSide | None = None
-        engine = self._engine(joining)
-        if engine is not None:
-            self._cuda = open_side(engine, joining, place, self._shared, self._lock)
+        if members.all_have_cuda:
+            self._cuda = open_side(self._engine(joining), joining, place, self._shared, self._lock)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._cuda.carrier)
         _groups.add(self)
         # Children of multiprocessing end without atexit, and forget what their parent registered.
         multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
 
-    def _engine(self, joining: Joining) -> Engine | None:
-        """What serves CUDA tensors, if anything does."""
+    def _cuda_problem(self) -> str:
+        """What keeps this rank from CUDA tensors, or ""."""
+        return cuda_problem()
+
+    def _engine(self, joining: Joining) -> Engine:
+        """What serves CUDA tensors, where nothing keeps any rank from them."""
         return cuda_engine(joining)
 
     # ---- what torch asks a group ----
@@ -177,6 +181,11 @@ class ProcessGroupCGX(Allreduces):
             return side.carrier
         if tensor.device.type == "cpu":
             return self._gloo
+        if tensor.device.type == "cuda" and self._cuda is None:
+            raise MismatchError(
+                f"this group serves CPU tensors alone, and got one on {tensor.device}: CUDA tensors need a GPU and "
+                f"NCCL on all of its ranks; without are {self._members.without_cuda(self._global_ranks)}"
+            )
         raise ValueError(f"backend cgx: expected tensors on cpu, or on cuda with NCCL; got one on {tensor.device}")
 
     def _carry(
@@ -192,7 +201,9 @@ class ProcessGroupCGX(Allreduces):
     ) -> Any:
         """Note a call on the board and hand it to the engine that carries it (None: there is nothing to carry)."""
         self._check_usable()
-        with self._lock:
+        carrier = None if self._cuda is None else self._cuda.carrier
+        side = self._cuda if run is not None and carrier is getattr(run.func, "__self__", self) else None
+        with self._lock if side is None else side.turn(self._lock):
             sequence = 0
             if self._shared is not None:
                 call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
@@ -201,9 +212,11 @@ class ProcessGroupCGX(Allreduces):
             if run is None:
                 return DoneWork(result, self._completions)
             with record_function(f"cgx::{operation}"):
-                inner = run()
-        if self._cuda is not None and getattr(run.func, "__self__", None) is self._cuda.carrier:
-            return inner  # its wait with a time limit would abort the communicator, and it is complete on a stream
+                inner = run() if side is None else side.carry(run)
+        if side is not None:
+            # Its wait with a time limit would abort the communicator, and it is complete on a stream. What is on the
+            # caller's own stream has no handle of NCCL's, and None would crash callers in C++.
+            return DoneWork(result, self._completions) if inner is None else inner
         what = f"{operation} (operation {sequence} of rank {self._global_ranks[self._rank]})"
         work = CarriedWork(inner, what, self._shared, sequence, result, self._completions)
         self._carried.add(work)

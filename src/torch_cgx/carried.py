@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_cgx.calls import reduction_name
-from torch_cgx.work import Completions, CompositeWork
+from torch_cgx.work import Completions
 
-__all__ = ["CarriedCollectives"]
+__all__ = ["CarriedCollectives", "unwaited"]
 
 
 class CarriedCollectives(dist.ProcessGroup):
@@ -43,6 +43,10 @@ class CarriedCollectives(dist.ProcessGroup):
         reduction: str | None = None,
         root: int = -1,
     ) -> Any:
+        raise NotImplementedError
+
+    def _together(self, parts: list[Any], result: list[Tensor]) -> Any:
+        """One handle on the operations of a coalesced call."""
         raise NotImplementedError
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -84,8 +88,9 @@ class CarriedCollectives(dist.ProcessGroup):
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = unwaited(c10d.AllgatherOptions, opts)
         parts = [self._allgather_base(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
-        return CompositeWork(parts, lambda: None, list(outputs), self._completions)
+        return self._together(parts, list(outputs))
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
@@ -135,6 +140,15 @@ class CarriedCollectives(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         self._check_usable()
         return self._backend(tensors[0]).recv_anysource(tensors, tag)
+
+
+def unwaited(kind: Any, given: Any) -> Any:
+    """Options of a part of a coalesced call: those that were given, but that each part shall have a handle."""
+    options = kind()  # by torch's default the caller does not wait at once
+    for name in ("reduceOp", "timeout"):
+        if hasattr(given, name):
+            setattr(options, name, getattr(given, name))
+    return options
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

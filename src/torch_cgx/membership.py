@@ -42,10 +42,24 @@ class Membership:
     nodes: tuple[str, ...]  # by rank: a name of what shares memory
     pid_namespaces: tuple[str, ...]  # by rank: ranks of different ones cannot see whether the other lives
     native: tuple[bool, ...]  # by rank: whether it has the native library
+    cuda_problems: tuple[str, ...]  # by rank: what keeps it from CUDA tensors, or ""
 
     @property
     def one_host(self) -> bool:
         return len(set(self.nodes)) == 1 and len(set(self.pid_namespaces)) == 1
+
+    @property
+    def all_have_cuda(self) -> bool:
+        return not any(self.cuda_problems)
+
+    @property
+    def some_have_cuda(self) -> bool:
+        return not all(self.cuda_problems)
+
+    def without_cuda(self, global_ranks: Sequence[int]) -> str:
+        """Who has it not, and why."""
+        found = zip(global_ranks, self.cuda_problems, strict=True)
+        return ", ".join(f"rank {rank} ({problem})" for rank, problem in found if problem)
 
     def ranks_here(self, rank: int) -> int:
         """How many ranks share this one's node."""
@@ -80,7 +94,9 @@ def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Setti
         raise
 
 
-def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: Sequence[int]) -> Membership:
+def join(
+    store: Store, rank: int, world: int, settings: Settings, global_ranks: Sequence[int], cuda_problem: str
+) -> Membership:
     """Tell all ranks about this one and hear about all; raise `MismatchError` where they cannot work together."""
     mine = {
         "version": __version__,
@@ -88,6 +104,7 @@ def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: 
         "node": settings.node_id or _node_name(),
         "pids": _pid_namespace(),
         "native": available(),
+        "cuda_problem": cuda_problem,
     }
     store.set(f"member/{rank}", json.dumps(mine))
     members = [_read(store, f"member/{other}") for other in range(world)]
@@ -96,11 +113,16 @@ def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: 
             raise MismatchError(f"rank {global_ranks[other]} could not join the group: {theirs['mistake']}")
     for other, theirs in enumerate(members):
         _compare(members[0], theirs, global_ranks[0], global_ranks[other])
-    return Membership(
+    found = Membership(
         tuple(str(m["node"]) for m in members),
         tuple(str(m["pids"]) for m in members),
         tuple(bool(m["native"]) for m in members),
+        tuple(str(m["cuda_problem"]) for m in members),
     )
+    if rank == 0 and found.some_have_cuda and not found.all_have_cuda:
+        without = found.without_cuda(global_ranks)
+        _log.warning("torch_cgx serves CPU tensors alone on this group; without CUDA: %s", without)
+    return found
 
 
 def open_shared_group(joining: Joining, prefix: str) -> SharedGroup | None:

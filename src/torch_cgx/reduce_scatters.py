@@ -13,7 +13,7 @@ import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
 from torch_cgx.calls import options_from
-from torch_cgx.carried import CarriedCollectives
+from torch_cgx.carried import CarriedCollectives, unwaited
 from torch_cgx.work import CompositeWork
 
 __all__ = ["ReduceScatters"]
@@ -24,6 +24,7 @@ class ReduceScatters(CarriedCollectives):
 
     _rank: int
     _world: int
+    _gloo: Any
 
     def _allreduce(self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any) -> Any:
         raise NotImplementedError
@@ -32,8 +33,9 @@ class ReduceScatters(CarriedCollectives):
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_from(c10d.ReduceScatterOptions, opts)
-        if outputs[0].device.type != "cpu":
-            run = partial(self._backend(outputs[0]).reduce_scatter, outputs, inputs, opts)
+        backend = self._backend(outputs[0])
+        if backend is not self._gloo:
+            run = partial(backend.reduce_scatter, outputs, inputs, opts)
             return self._carry("reduce_scatter", run, outputs[0].dtype, None, list(outputs))
         output, shares = outputs[0], inputs[0]
         if len(shares) != self._world:
@@ -46,8 +48,9 @@ class ReduceScatters(CarriedCollectives):
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = options_from(c10d.ReduceScatterOptions, opts)
-        if input.device.type != "cpu":
-            run = partial(self._backend(input)._reduce_scatter_base, output, input, opts)
+        backend = self._backend(input)
+        if backend is not self._gloo:
+            run = partial(backend._reduce_scatter_base, output, input, opts)
             return self._carry("reduce_scatter_tensor", run, input.dtype, tuple(input.shape), [output])
         if input.numel() != output.numel() * self._world:
             raise ValueError(
@@ -62,9 +65,10 @@ class ReduceScatters(CarriedCollectives):
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = unwaited(c10d.ReduceScatterOptions, options_from(c10d.ReduceScatterOptions, opts))
         pairs = zip(outputs, inputs, strict=True)
         parts = [self._reduce_scatter_base(output, input, opts) for output, input in pairs]
-        return CompositeWork(parts, lambda: None, list(outputs), self._completions)
+        return self._together(parts, list(outputs))
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 

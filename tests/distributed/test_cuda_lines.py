@@ -15,12 +15,13 @@ from distributed.gradients import BITS, noise
 from distributed.harness import Rank, describe, observe_ranks
 from distributed.test_cuda import CROSS, INNER, STAGED, start
 from distributed.test_cuda_ends import leave, told_timeouts  # noqa: F401
+from distributed.test_cuda_groups import coalesced, take_turns
 from distributed.test_cuda_sharing import sums_over_shared_memory  # noqa: F401
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda import exchanges
 from torch_cgx.executors.rounds import rounds_for
 from torch_cgx.work import Completions
-from unit import test_direct_exchange, test_stream_work
+from unit import test_cuda_turns, test_direct_exchange, test_stream_work
 
 PACKAGE = Path(str(torch_cgx.__file__)).parent
 FILES = [
@@ -51,10 +52,11 @@ ONLY_ON_A_GPU = {
         "return torch.futures.Future(devices=[where])",
     ],
     "engine.py": [
+        'return "" if dist.is_nccl_available() else "torch was built without NCCL"',
         'return Engine("cuda", partial(_new_nccl, joining), CudaDevice(), triton_kernels)',
         "options = dist.ProcessGroupNCCL.Options()",
         "options._timeout = joining.timeout",
-        "return dist.ProcessGroupNCCL(joining.prefixed(name), joining.rank, joining.world, options)",
+        "return dist.ProcessGroupNCCL(joining.prefixed(name), ranks.index(joining.rank), len(ranks), options)",
         "from torch_cgx.kernels.triton import TritonKernels",
         "return TritonKernels()",
     ],
@@ -85,8 +87,11 @@ def without_shared_memory(me: Rank) -> None:
 
 
 def other_files(me: Rank) -> None:
-    """Cached functions, which an earlier rank of this process may have called."""
+    """Cached functions, which an earlier rank of this process may have called; what needs no ranks."""
     rounds_for.__wrapped__(Topology.flat("SRA", 2), (True, True), 0)
+    for name, test in vars(test_cuda_turns).items():
+        if name.startswith("test_"):
+            test()
 
 
 def hardly_ever(me: Rank) -> None:
@@ -114,6 +119,8 @@ JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
     ("waits_and_futures", (False,), "00", {BITS: "4"}),
     ("mixed_calls", (), "00", {}),
     ("alone", (), "0", {BITS: "4"}),
+    (coalesced.__name__, (), "00", {}),
+    (take_turns.__name__, (), "0011", {BITS: "4", CROSS: "GLOO"}),
     ("large_sum", ("standin",), "001", {BITS: "4", CROSS: "GLOO"}),
     ("large_sum", ("standin",), "01", {BITS: "4", CROSS: "GLOO"}),
     ("large_sum", ("standin",), "0011", {BITS: "4", INNER: "SHM"}),

@@ -4,7 +4,7 @@ payloads, `reducer` what is done to them. Which are compressed is decided above,
 
 from __future__ import annotations
 
-from torch_cgx.cuda.engine import Engine, cuda_engine
+from torch_cgx.cuda.engine import Engine, cuda_engine, cuda_problem
 from torch_cgx.cuda.side import CudaSide, open_side
 
-__all__ = ["CudaSide", "Engine", "cuda_engine", "open_side"]
+__all__ = ["CudaSide", "Engine", "cuda_engine", "cuda_problem", "open_side"]

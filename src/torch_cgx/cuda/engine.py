@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch_cgx.executors.device import CudaDevice, Device
 from torch_cgx.kernels import Kernels
 from torch_cgx.membership import Joining
 
-__all__ = ["Engine", "cuda_engine", "triton_kernels"]
+__all__ = ["Engine", "cuda_engine", "cuda_problem", "triton_kernels"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +22,27 @@ class Engine:
     """What serves tensors of one kind of device."""
 
     kind: str  # of torch.device
-    new_group: Callable[[str], Any]  # a new group of torch's, of all ranks, by a name of its own in the store
+    # A new group of torch's, by a name of its own in the store, of these ranks, which all call it.
+    new_group: Callable[[str, Sequence[int]], Any]
     device: Device
     make_kernels: Callable[[], Kernels]
 
 
-def cuda_engine(joining: Joining) -> Engine | None:
-    """None where torch finds no GPU, or was built without NCCL. With ROCm the same names mean AMD's GPUs and RCCL."""
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return None
+def cuda_problem() -> str:
+    """What keeps this process from CUDA tensors, or "". With ROCm the same names mean AMD's GPUs and RCCL."""
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
+    return "" if dist.is_nccl_available() else "torch was built without NCCL"
+
+
+def cuda_engine(joining: Joining) -> Engine:
     return Engine("cuda", partial(_new_nccl, joining), CudaDevice(), triton_kernels)
 
 
-def _new_nccl(joining: Joining, name: str) -> Any:
+def _new_nccl(joining: Joining, name: str, ranks: Sequence[int]) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = joining.timeout
-    return dist.ProcessGroupNCCL(joining.prefixed(name), joining.rank, joining.world, options)
+    return dist.ProcessGroupNCCL(joining.prefixed(name), ranks.index(joining.rank), len(ranks), options)
 
 
 def triton_kernels() -> Kernels:

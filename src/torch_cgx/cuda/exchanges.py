@@ -23,8 +23,8 @@ __all__ = ["open_exchange"]
 def open_exchange(engine: Engine, joining: Joining, topology: Topology, carrier: Any) -> Exchange:
     """All ranks of the group call it. `carrier` is the NCCL group that carries everything else.
 
-    Within a node and between nodes NCCL alone needs no thread and no host memory. Where it does only one of the two, it
-    is called from the thread that stages the other, so it gets a group of its own, whose order nobody else disturbs.
+    Within a node and between nodes NCCL alone needs no thread and no host memory. Where it serves within nodes alone,
+    it is called from the thread that stages the rest, and each node has a group of its own: NCCL need not reach others.
     """
     settings, members = joining.settings, joining.members
     inner, cross = settings.cuda_inner_communicator, settings.cuda_cross_communicator
@@ -39,7 +39,7 @@ def open_exchange(engine: Engine, joining: Joining, topology: Topology, carrier:
             "GLOO or MPI between"
         )
     if cross == "NCCL":
-        return NcclExchange(carrier)
+        return NcclExchange(carrier, range(joining.world))
     if cross == "SHM":
         shared = open_shared_group(joining, "cuda") if all(members.native) else None
         if shared is not None:
@@ -52,11 +52,14 @@ def open_exchange(engine: Engine, joining: Joining, topology: Topology, carrier:
     within = "SHM" if inner == "NCCL" else inner
     transports = open_transports(joining, "cuda messages", topology, within, cross)
     staged = StagedExchange(engine.device, transports, joining.rank, joining.global_ranks)
-    if inner != "NCCL":
-        return staged
     home = topology.nodes[joining.rank]
     near = [node == home for node in topology.nodes]
-    return DividedExchange(NcclExchange(engine.new_group("nccl within"), owned=True), staged, near)
+    if inner != "NCCL" or sum(near) == 1:
+        return staged
+    ranks = [rank for rank, is_near in enumerate(near) if is_near]
+    return DividedExchange(
+        NcclExchange(engine.new_group(f"nccl within {home}", ranks), ranks, owned=True), staged, near
+    )
 
 
 def _exchange_call(agreed: int) -> _native.Call:

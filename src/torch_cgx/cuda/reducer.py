@@ -11,6 +11,7 @@ import torch
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda.engine import Engine
+from torch_cgx.cuda.turns import Turns
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.cuda import CudaExecutor, Enqueued
@@ -32,7 +33,7 @@ class CudaReducer:
     """Implements `torch_cgx.reducers.Reducer`.
 
     Enqueues from the calling thread, or, where the exchange makes the host wait, from a thread of its own. `lock` is
-    the group's: calls are enqueued in the order in which the board has them.
+    the group's: calls are enqueued in the order in which the board has them. `turns`, if any, are with its carrier.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class CudaReducer:
         board: SharedGroup | None,
         lock: threading.Lock,
         timeout: timedelta,
+        turns: Turns | None = None,
     ) -> None:
         self._device = engine.device
         self._executor = CudaExecutor(engine.device, engine.make_kernels, exchange, place.rank)
@@ -54,6 +56,7 @@ class CudaReducer:
         self._board = board
         self._lock = lock
         self._timeout = timeout
+        self._turns = turns
         self._thread = JobThread("cgx-staging", self._hang_up) if exchange.waits else None
         self._sequence = 0
         self._failure: CGXError | None = None
@@ -72,7 +75,11 @@ class CudaReducer:
             timeout = timedelta(milliseconds=request.timeout_ms)
             enqueue = partial(self._enqueue, reduction, enqueued, meaning.widened, timeout)
             if self._thread is not None:
+                if self._turns is not None:
+                    self._turns.after_carried(where, enqueued)
                 job = self._thread.submit(partial(self._stage, where, enqueue))
+                if self._turns is not None:
+                    self._turns.note_staged(where, enqueued, job)
                 return StagedWork(job, self._device, where, enqueued, request.result, place.completions)
             enqueue()
         return StreamWork(self._device, where, enqueued, request.result, place.completions)

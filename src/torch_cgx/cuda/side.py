@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +14,9 @@ from torch import Tensor
 from torch_cgx.cuda.engine import Engine
 from torch_cgx.cuda.exchanges import open_exchange
 from torch_cgx.cuda.reducer import CudaReducer
+from torch_cgx.cuda.turns import Turns
 from torch_cgx.executors.shm import SharedGroup
+from torch_cgx.executors.staged import DividedExchange
 from torch_cgx.membership import Joining
 from torch_cgx.nodes import topology_of
 from torch_cgx.reducers import Place
@@ -23,13 +28,32 @@ __all__ = ["CudaSide", "open_side"]
 
 
 class CudaSide:
-    """`carrier` is the group of torch's that carries what is exact. Without a `reducer` (one rank) that is all."""
+    """`carrier` is the group of torch's that carries what is exact. Without a `reducer` (one rank) that is all.
 
-    def __init__(self, engine: Engine, carrier: Any, reducer: CudaReducer | None) -> None:
+    `turns` are those that the two take, where they have to.
+    """
+
+    def __init__(self, engine: Engine, carrier: Any, reducer: CudaReducer | None, turns: Turns | None = None) -> None:
         self.kind = engine.kind
         self.carrier = carrier
         self.reducer = reducer
         self._device = engine.device
+        self._turns = turns
+
+    @contextmanager
+    def turn(self, lock: threading.Lock) -> Iterator[None]:
+        """With the group's lock held, and at the carrier's turn, which is waited for without it."""
+        while True:
+            if self._turns is not None:
+                self._turns.wait()
+            with lock:
+                if self._turns is None or self._turns.is_carriers:
+                    yield
+                    return
+
+    def carry(self, run: partial[Any]) -> Any:
+        """Let the carrier run this, at its turn; what it returns, which is None where the caller's stream has it."""
+        return run() if self._turns is None else self._turns.carry(run)
 
     def together(self, parts: list[Any], result: list[Tensor], completions: Completions) -> CoalescedWork:
         """One handle on the operations of a coalesced call."""
@@ -59,9 +83,11 @@ def open_side(
     engine: Engine, joining: Joining, place: Place, board: SharedGroup | None, lock: threading.Lock
 ) -> CudaSide:
     """All ranks of the group call it, each with its own end of the store."""
-    carrier = engine.new_group("nccl")
+    carrier = engine.new_group("nccl", range(joining.world))
     if joining.world == 1:
         return CudaSide(engine, carrier, None)
     topology = topology_of(joining.members.nodes, joining.settings)
     exchange = open_exchange(engine, joining, topology, carrier)
-    return CudaSide(engine, carrier, CudaReducer(engine, exchange, topology, place, board, lock, joining.timeout))
+    turns = Turns(engine.device) if isinstance(exchange, DividedExchange) else None
+    reducer = CudaReducer(engine, exchange, topology, place, board, lock, joining.timeout, turns)
+    return CudaSide(engine, carrier, reducer, turns)

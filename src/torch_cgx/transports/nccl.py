@@ -35,6 +35,7 @@ class NcclExchange:
     """Implements `torch_cgx.transports.Exchange`; `group` is a ProcessGroupNCCL, or has its `alltoall`. `owned`: it is
     the exchange's alone, and ends with it; else whoever made it ends it.
 
+    `ranks` are those that the group consists of, as the exchange numbers them; nobody has payloads for others.
     The group may carry other collectives too, from the same thread. Where ranks lose step, NCCL's watchdog ends the
     process after the group's timeout, as it does with every collective of torch's own.
     """
@@ -42,15 +43,17 @@ class NcclExchange:
     waits = False
     most_nbytes = None
 
-    def __init__(self, group: Any, *, owned: bool = False) -> None:
+    def __init__(self, group: Any, ranks: Sequence[int], *, owned: bool = False) -> None:
         self._group = group
+        self._ranks = tuple(ranks)
         self._to_end = owned
 
     def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
         """NCCL compares nothing."""
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
-        arrival: Arrival = self._group.alltoall(list(incoming), list(outgoing), c10d.AllToAllOptions())
+        arriving, leaving = ([payloads[rank] for rank in self._ranks] for payloads in (incoming, outgoing))
+        arrival: Arrival = self._group.alltoall(arriving, leaving, c10d.AllToAllOptions())
         return arrival  # whose wait makes the current stream wait, not the host
 
     def set_timeout(self, timeout: timedelta) -> None:
