@@ -12,7 +12,7 @@ from torch_cgx.errors import CGXError
 from torch_cgx.executors.cuda import CudaExecutor
 from torch_cgx.executors.jobs import JobThread
 from torch_cgx.executors.shm import SharedGroup
-from torch_cgx.reducers import Counts, Place, Request, call_of, make_reduction
+from torch_cgx.reducers import Counts, Place, Request, begin_trail, call_of, make_reduction
 from torch_cgx.stream_work import StagedWork, StreamWork
 from torch_cgx.transports import Exchange
 
@@ -59,16 +59,24 @@ class CudaReducer:
             if self._failure is not None:
                 raise self._failure
             enqueued = self._executor.take(reduction)
-            reduction = reduction.numbered(self._number(request))
+            number = self._number(request)
+            trail = begin_trail(request, place, reduction, number if self._board is not None else None)
+            trail.enqueued = True
+            reduction = reduction.numbered(number)
             self._counts.add(reduction)
             enqueue = partial(self._executor.enqueue, reduction, enqueued, widened=widened)
             if self._thread is not None:
-                job = self._thread.submit(enqueue)
+                job = self._thread.submit(enqueue, trail)
                 return StagedWork(job, self._device, where, enqueued, request.result, place.completions)
+            trail.start()
             try:
                 enqueue()
             except Exception as error:
-                raise self._failed(error) from error
+                failure = self._failed(error)
+                trail.finish(failure)
+                place.recorder.fail(failure)
+                raise failure from error
+            trail.finish()
         return StreamWork(self._device, where, enqueued, request.result, place.completions)
 
     def _slice_nbytes(self, request: Request) -> int:
