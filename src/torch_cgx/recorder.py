@@ -198,6 +198,7 @@ class GroupRecorder:
         if isinstance(error, CGXError) and self.failure is None and not self.closed:
             self.failure = f"{type(error).__name__}: {error}"
             self.failed_ns = time.monotonic_ns()
+            self._peers = self.peers()  # later they will have left, or been killed for it
             self.recorder.write("failure")
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class GroupRecorder:
 
     def peers(self) -> list[dict[str, Any]]:
         """Where all ranks stand by the board."""
-        if self._native is None:
+        if self._native is None or self._peers:
             return self._peers
         found = []
         for rank, name in enumerate(self.global_ranks):
