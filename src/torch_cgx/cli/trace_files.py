@@ -108,15 +108,22 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 def read_files(paths: Iterable[Path]) -> list[RankFile]:
     """By rank."""
     files: dict[int, RankFile] = {}
+    zero_ns: int | None = None
     for path in paths:
-        file = _read(path)
+        file = _read(path, zero_ns)
+        if zero_ns is None:
+            zero_ns = _wall_minus_monotonic_ns(file.told)
         if file.rank in files:
             raise CommandFailed(f"{path}: is a second file of rank {file.rank}, beside {files[file.rank].path}")
         files[file.rank] = file
     return [files[rank] for rank in sorted(files)]
 
 
-def _read(path: Path) -> RankFile:
+def _wall_minus_monotonic_ns(told: dict[str, Any]) -> int:
+    return int(told["clock"]["wall_ns"]) - int(told["clock"]["monotonic_ns"])
+
+
+def _read(path: Path, zero_ns: int | None) -> RankFile:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -126,14 +133,16 @@ def _read(path: Path) -> RankFile:
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         raise CommandFailed(f'{path}: is no trace of this version: expected "format": "{FORMAT}"')
     try:
-        return _parsed(path, told)
+        return _parsed(path, told, zero_ns)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CommandFailed(f"{path}: is damaged; {type(error).__name__}: {error}") from None
 
 
-def _parsed(path: Path, told: dict[str, Any]) -> RankFile:
+def _parsed(path: Path, told: dict[str, Any], zero_ns: int | None) -> RankFile:
+    """`zero_ns`: how much the first file's wall clock was ahead of its monotonic one, which is the common clock."""
     clock, keys = told["clock"], []
-    offset = (int(clock["wall_ns"]) - int(clock["monotonic_ns"])) * 1e-9
+    ahead_ns = _wall_minus_monotonic_ns(told)
+    offset = (ahead_ns - (ahead_ns if zero_ns is None else zero_ns)) * 1e-9  # seconds since 1970 have no nanoseconds
     for group in told["groups"]:
         name, ranks = str(group["name"]), tuple(int(rank) for rank in group["ranks"])
         keys.append((name, ranks, sum(key[:2] == (name, ranks) for key in keys)))
