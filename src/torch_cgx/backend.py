@@ -200,15 +200,8 @@ class ProcessGroupCGX(Allreduces):
             if self._shared is not None:
                 call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
                 sequence = self._shared.note(call)
-            trail = self._recorder.begin(
-                operation,
-                dtype=dtype,
-                shape=shape,
-                reduction=reduction,
-                root=root,
-                number=sequence or None,
-                carrier="nccl" if by_cuda else "gloo",
-            )
+            called = (operation, dtype, shape, reduction, 0, root, None, None)
+            trail = self._recorder.begin(called, "nccl" if by_cuda else "gloo", sequence)
             try:
                 if self._shared is not None:
                     self._shared.check(sequence)

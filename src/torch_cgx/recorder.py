@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from torch_cgx.errors import CGXError
 from torch_cgx.version import __version__
 
-__all__ = ["FORMAT", "GroupRecorder", "Recorder", "Trail", "process_recorder"]
+__all__ = ["FORMAT", "GroupRecorder", "Recorder", "Trail", "What", "process_recorder"]
 
 FORMAT = "cgx-trace 1"
 LENGTH = 1000  # operations
@@ -35,6 +35,11 @@ PHASES = ("encode", "wait", "reduce", "decode")
 _STATES = ("submitted", "running", "done", "failed")
 _LIVES = ("absent", "present", "left", "gone")
 _log = logging.getLogger("torch_cgx")
+
+
+# Operation, dtype, shape, reduction, bits (0: no choice of ours), root (-1: none), bytes of values, bytes of payloads;
+# None: nothing to tell. Not a class: making one would cost as much as all the rest.
+What = tuple[str, Any, Sequence[int] | None, str | None, int, int, int | None, int | None]
 
 
 class Native(Protocol):
@@ -48,25 +53,22 @@ class Native(Protocol):
 class Trail:
     """One operation that Python runs, or has others carry. Times are nanoseconds of the monotonic clock."""
 
-    __slots__ = (
-        *("group", "number", "what", "carrier", "submitted_ns", "started_ns", "finished_ns", "enqueued", "error"),
-        *("phases_ns", "waits_ns", "waiting", "sent_nbytes"),
-    )
+    # Defaults are the class's: setting each costs a little, and most operations need none.
+    started_ns = 0
+    finished_ns = 0
+    enqueued = False  # what is finished is its enqueueing: the host does not see what a device does
+    error = ""
+    phases_ns: dict[str, int] | None = None
+    waits_ns: dict[int, int] | None = None  # by peer
+    waiting: tuple[int, int] | None = None  # for which peer, since when
+    sent_nbytes = 0
 
-    def __init__(self, group: GroupRecorder, number: int, what: tuple[Any, ...], carrier: str) -> None:
+    def __init__(self, group: GroupRecorder, number: int, what: What, carrier: str) -> None:
         self.group = group
         self.number = number
-        self.what = what  # operation, dtype, shape, reduction, bits, root, bytes of values, bytes of payloads
+        self.what = what
         self.carrier = carrier
         self.submitted_ns = time.monotonic_ns()
-        self.started_ns = 0
-        self.finished_ns = 0
-        self.enqueued = False  # what is finished is its enqueueing: the host does not see what a device does
-        self.error = ""
-        self.phases_ns: dict[str, int] | None = None
-        self.waits_ns: dict[int, int] | None = None  # by peer
-        self.waiting: tuple[int, int] | None = None  # for which peer, since when
-        self.sent_nbytes = 0
 
     def start(self) -> None:
         self.started_ns = time.monotonic_ns()
@@ -74,7 +76,8 @@ class Trail:
     def finish(self, error: BaseException | None = None) -> None:
         if not self.finished_ns:
             self.finished_ns = time.monotonic_ns()
-            self.error = "" if error is None else f"{type(error).__name__}: {error}"
+            if error is not None:
+                self.error = f"{type(error).__name__}: {error}"
 
     @contextlib.contextmanager
     def waiting_for(self, peer: int) -> Iterator[None]:
@@ -119,7 +122,7 @@ class Trail:
         }
 
 
-def _described(what: tuple[Any, ...]) -> dict[str, Any]:
+def _described(what: What) -> dict[str, Any]:
     operation, dtype, shape, reduction, bits, root, nbytes, payload_nbytes = what
     if nbytes is None and dtype is not None and shape is not None:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -173,23 +176,9 @@ class GroupRecorder:
         self.carrier = carrier
         self._native = native
 
-    def begin(
-        self,
-        operation: str,
-        *,
-        dtype: Any = None,
-        shape: Sequence[int] | None = None,
-        reduction: str | None = None,
-        bits: int = 0,
-        root: int = -1,
-        nbytes: int | None = None,
-        payload_nbytes: int | None = None,
-        number: int | None = None,
-        carrier: str = "",
-    ) -> Trail:
-        """Write down an operation of a group; `number` None: counted here, as on all ranks that make the same calls."""
-        what = (operation, dtype, shape, reduction, bits, root, nbytes, payload_nbytes)
-        trail = Trail(self, next(self._count) if number is None else number, what, carrier or self.carrier)
+    def begin(self, what: What, carrier: str, number: int = 0) -> Trail:
+        """Write down an operation of a group; `number` 0: counted here, alike on all ranks that make the same calls."""
+        trail = Trail(self, number or next(self._count), what, carrier)
         self.append(trail)
         return trail
 
@@ -259,9 +248,9 @@ class GroupRecorder:
     def native_dict(self, number: int, key: tuple[Any, ...]) -> dict[str, Any]:
         operation, shape, _, dtype, reduction, compression, *_ = key
         found = self._kept.get(number) or self._of_native(number)
+        what: What = (operation, dtype, shape, reduction, compression.bits, -1, None, None)
         if operation == "barrier":  # its values are nobody's business
-            dtype = shape = reduction = compression = None
-        what = (operation, dtype, shape, reduction, compression and compression.bits, -1, None, None)
+            what = (operation, None, None, None, 0, -1, None, None)
         described = {**_described(what), "carrier": self.carrier, **found}
         if found["state"] == "failed":
             described["error"] = self.failure

@@ -274,21 +274,16 @@ def make_reduction(request: Request, place: Place, topology: Topology, slice_nby
     return reduction, widened
 
 
-def begin_trail(request: Request, place: Place, reduction: Reduction, number: int | None = None) -> Trail:
-    """Write a request down in the flight recorder. `number` None: the group has no board to count calls."""
+def begin_trail(request: Request, place: Place, reduction: Reduction, number: int = 0) -> Trail:
+    """Write a request down in the flight recorder. `number` 0: the group has no board to count calls."""
     tensor, topology = request.tensor, reduction.topology
     way = topology.algorithm if topology.is_flat else f"{topology.algorithm} of {max(topology.nodes) + 1} nodes"
-    return place.recorder.begin(
-        request.operation,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        reduction=request.reduction,
-        bits=request.compression.bits,
-        nbytes=tensor.numel() * tensor.element_size(),
-        payload_nbytes=sum(chunk.nbytes for part in reduction.layout.slices for chunk in part.chunks),
-        number=number,
-        carrier=f"{place.recorder.carrier if tensor.device.type == 'cpu' else 'cuda'} {way}",
-    )
+    nbytes = tensor.numel() * tensor.element_size()
+    payload_nbytes = sum(chunk.nbytes for part in reduction.layout.slices for chunk in part.chunks)
+    called = (request.operation, tensor.dtype, tensor.shape, request.reduction)
+    what = (*called, request.compression.bits, -1, nbytes, payload_nbytes)
+    carrier = place.recorder.carrier if tensor.device.type == "cpu" else "cuda"
+    return place.recorder.begin(what, f"{carrier} {way}", number)
 
 
 class MessageReducer:

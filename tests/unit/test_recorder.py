@@ -12,7 +12,9 @@ import torch
 
 from torch_cgx.config import Compression, Settings
 from torch_cgx.errors import CGXTimeoutError
-from torch_cgx.recorder import FORMAT, LENGTH, GroupRecorder, Recorder
+from torch_cgx.recorder import FORMAT, LENGTH, GroupRecorder, Recorder, What
+
+BARRIER: What = ("barrier", None, None, None, 0, -1, None, None)
 
 
 def group_in(folder: Path | None, ranks: tuple[int, ...] = (4, 7)) -> GroupRecorder:
@@ -29,7 +31,7 @@ def written(folder: Path) -> dict[str, Any]:
 def test_the_ring_holds_the_last_thousand_operations(tmp_path: Path) -> None:
     group = group_in(tmp_path)
     for _ in range(LENGTH + 5):
-        group.begin("barrier").finish()
+        group.begin(BARRIER, "gloo").finish()
     group.recorder.write("signal")
     assert [each["number"] for each in written(tmp_path)["operations"]] == list(range(6, LENGTH + 6))
 
@@ -46,7 +48,7 @@ def test_the_file_is_named_by_global_rank_and_process_and_tells_both_clocks(tmp_
 
 def test_an_operation_tells_its_call_its_phases_and_whom_it_waited_for(tmp_path: Path) -> None:
     group = group_in(tmp_path)
-    trail = group.begin("all_reduce", dtype=torch.float32, shape=(3, 5), reduction="AVG", bits=4)
+    trail = group.begin(("all_reduce", torch.float32, (3, 5), "AVG", 4, -1, None, 40), "GLOO SRA")
     trail.start()
     trail.add("encode", 0.5)
     with trail.waiting_for(0):
@@ -63,7 +65,7 @@ def test_an_operation_tells_its_call_its_phases_and_whom_it_waited_for(tmp_path:
 
 def test_a_wait_that_fails_leaves_its_peer_on_record(tmp_path: Path) -> None:
     group = group_in(tmp_path)
-    trail = group.begin("all_reduce")
+    trail = group.begin(BARRIER, "gloo")
     with pytest.raises(CGXTimeoutError), trail.waiting_for(0):
         raise CGXTimeoutError("too late")
     trail.finish(CGXTimeoutError("too late"))
@@ -87,7 +89,7 @@ def test_only_the_first_of_our_errors_of_a_group_is_written(tmp_path: Path) -> N
 
 def test_without_a_folder_nothing_is_written() -> None:
     group = group_in(None)
-    group.begin("barrier")
+    group.begin(BARRIER, "gloo")
     assert group.recorder.write("signal") is None
 
 

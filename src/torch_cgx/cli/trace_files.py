@@ -140,7 +140,8 @@ def _read(path: Path, zero_ns: int | None) -> RankFile:
 
 def _parsed(path: Path, told: dict[str, Any], zero_ns: int | None) -> RankFile:
     """`zero_ns`: how much the first file's wall clock was ahead of its monotonic one, which is the common clock."""
-    clock, keys = told["clock"], []
+    clock = told["clock"]
+    keys: list[GroupKey] = []
     ahead_ns = _wall_minus_monotonic_ns(told)
     offset = (ahead_ns - (ahead_ns if zero_ns is None else zero_ns)) * 1e-9  # seconds since 1970 have no nanoseconds
     for group in told["groups"]:

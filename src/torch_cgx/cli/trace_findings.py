@@ -138,7 +138,8 @@ def _by_board(rank: int, key: GroupKey, members: dict[int, RankFile], what: str)
             if what == "seconds":
                 called = file.time(peer["called_ns"]) if peer["number"] else None
                 return None if called is None else _end_of(file, key) - called
-            return peer[what]  # type: ignore[no-any-return]
+            found: object = peer[what]
+            return found
     return None
 
 

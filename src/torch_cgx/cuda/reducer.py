@@ -60,7 +60,7 @@ class CudaReducer:
                 raise self._failure
             enqueued = self._executor.take(reduction)
             number = self._number(request)
-            trail = begin_trail(request, place, reduction, number if self._board is not None else None)
+            trail = begin_trail(request, place, reduction, number if self._board is not None else 0)
             trail.enqueued = True
             reduction = reduction.numbered(number)
             self._counts.add(reduction)
