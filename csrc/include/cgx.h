@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 3
+#define CGX_ABI_VERSION 4
 
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3 } cgx_dtype;
 
@@ -161,6 +161,44 @@ typedef struct cgx_submission {
   int64_t completed; /* out: number of the last operation that is done */
 } cgx_submission;
 
+/* One operation as the flight recorder tells it. Times are nanoseconds of the monotonic clock; 0: not yet, or unknown.
+ */
+typedef struct cgx_record {
+  int64_t number;   /* as cgx_group_submit returned it */
+  int64_t sequence; /* of its call on the board: the same on all ranks */
+  int64_t state;    /* cgx_record_state */
+  int64_t submitted_ns;
+  int64_t started_ns;
+  int64_t finished_ns;
+  int64_t encode_ns;
+  int64_t wait_ns; /* all waits: for payloads, for the segment, for peers to leave the half */
+  int64_t reduce_ns;
+  int64_t decode_ns;
+  int64_t bytes_before;
+  int64_t bytes_after;
+  int64_t bytes_sent;
+  int64_t waited_for; /* the peer that was waited for longest; -1: none */
+  int64_t waited_for_ns;
+  int64_t waiting_for; /* the peer that it waits for now, or waited for when it failed; -1: none */
+  int64_t waiting_since_ns;
+} cgx_record;
+
+typedef enum cgx_record_state {
+  CGX_RECORD_QUEUED = 0,
+  CGX_RECORD_RUNNING = 1,
+  CGX_RECORD_DONE = 2,
+  CGX_RECORD_FAILED = 3
+} cgx_record_state;
+
+/* What the control segment tells of a rank. */
+typedef struct cgx_peer {
+  int64_t pid;
+  int64_t life;        /* 0: not there yet; 1: present; 2: has left the group; 3: its process is gone */
+  int64_t noted;       /* sequence of its latest call on the board; 0: none */
+  int64_t noted_at_ns; /* by the monotonic clock */
+  int64_t waits_on;    /* the rank that it sleeps for; -1: none at this moment */
+} cgx_peer;
+
 typedef struct cgx_group cgx_group;
 
 /* Creates the control segment of a group and returns its file name (to be told to the peers), or a negative status. */
@@ -191,6 +229,13 @@ CGX_API int cgx_group_error(cgx_group* group, char* text, int64_t text_nbytes);
 /* Nanoseconds of the monotonic clock; zeros where the operation is too old to be remembered or not done. */
 CGX_API void cgx_group_times(const cgx_group* group, int64_t operation, int64_t* submitted, int64_t* started,
                              int64_t* finished);
+/* What is known of one of the last 1,024 operations, or of one that is queued; 0: nothing (any more). */
+CGX_API int cgx_group_record(const cgx_group* group, int64_t operation, cgx_record* record);
+/* Where a rank stands; text gets its latest call in words. */
+CGX_API void cgx_group_peer(cgx_group* group, int64_t rank, cgx_peer* peer, char* text, int64_t text_nbytes);
+/* From now on this signal adds 1 to an eventfd, whichever thread gets it and whatever that does; in forked children it
+ * does nothing. CGX_PENDING: it has a handler of somebody else's, or is ignored, and was left alone. */
+CGX_API int cgx_signal_to_eventfd(int signal_number, int fd);
 CGX_API void cgx_group_stats(const cgx_group* group, cgx_stats* stats);
 CGX_API void cgx_group_reset_stats(cgx_group* group);
 /* Says good-bye to the peers, stops the thread, fails what is pending. Free once, when nobody waits any more. */

@@ -97,10 +97,22 @@ int cgx_group_error(cgx_group* group, char* text, int64_t text_nbytes) {
 
 void cgx_group_times(const cgx_group* group, int64_t operation, int64_t* submitted, int64_t* started,
                      int64_t* finished) {
-  const cgx::OperationTimes times = group->inner.times(operation);
-  *submitted = times.submitted_ns;
-  *started = times.started_ns;
-  *finished = times.finished_ns;
+  cgx_record record = {};
+  const bool done = group->inner.record(operation, &record) && record.state == CGX_RECORD_DONE;
+  *submitted = done ? record.submitted_ns : 0;
+  *started = done ? record.started_ns : 0;
+  *finished = done ? record.finished_ns : 0;
+}
+
+int cgx_group_record(const cgx_group* group, int64_t operation, cgx_record* record) {
+  return group->inner.record(operation, record);
+}
+
+void cgx_group_peer(cgx_group* group, int64_t rank, cgx_peer* peer, char* text, int64_t text_nbytes) try {
+  *peer = {};
+  if (rank >= 0 && rank < group->layout.world) put(group->inner.peer(rank, peer), text, text_nbytes);
+} catch (const std::bad_alloc&) {
+  put("", text, text_nbytes);
 }
 
 void cgx_group_stats(const cgx_group* group, cgx_stats* stats) { *stats = group->inner.stats(); }

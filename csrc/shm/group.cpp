@@ -38,7 +38,8 @@ Group::Group(Segment control, int64_t rank, int64_t world, const int32_t* global
       means_(means),
       segment_limit_nbytes_(segment_limit_nbytes),
       owner_pid_(getpid()),
-      watch_(world) {
+      watch_(world),
+      waited_ns_(static_cast<size_t>(world)) {
   cpu_set_t cores;
   const int64_t n_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
   // Spinning pays while the peer runs on another core; with more ranks than cores it keeps the peer from running.
@@ -158,6 +159,7 @@ int Group::run_queue(int64_t target, int64_t until_ns) {
       completed_.store(op->number, std::memory_order_release);
       queue_.pop_front();
     } else {
+      for (const Operation& each : queue_) keep(record_of(each, CGX_RECORD_FAILED));
       queue_.clear();
     }
     work_done_.notify_all();
@@ -171,15 +173,19 @@ void Group::finish(const Operation& op) {
   count(kCompressed, op.what.compressed);
   count(kBefore, op.what.bytes_before);
   count(kAfter, op.what.bytes_after);
-  std::lock_guard<std::mutex> lock(times_mutex_);
-  times_[static_cast<size_t>(op.number % kTimes)] = {op.number, op.submitted_ns, op.started_ns, now_ns()};
+  cgx_record record = record_of(op, CGX_RECORD_DONE);
+  record.finished_ns = now_ns();
+  keep(record);
 }
 
 // ---- running one operation ----
 
 int Group::advance(Operation& op, int64_t until_ns) {
   const cgx_plan& plan = *op.what.plan;
-  if (op.started_ns == 0) op.started_ns = now_ns();
+  if (op.started_ns == 0) {
+    op.started_ns = now_ns();
+    std::fill(waited_ns_.begin(), waited_ns_.end(), 0);
+  }
   const int ready = ensure_segment(op, until_ns);
   if (ready != CGX_OK) return ready;
   for (; op.slice < plan.slices(); ++op.slice, op.slice_begun = false) {
@@ -202,7 +208,7 @@ int Group::advance(Operation& op, int64_t until_ns) {
 }
 
 // The half that the next slice will use must have been left by all peers.
-int Group::begin_slice(const Operation& op, int64_t until_ns) {
+int Group::begin_slice(Operation& op, int64_t until_ns) {
   const uint64_t next = slice_number_ + 1;
   if (next <= 2) return CGX_OK;
   for (int64_t peer = 0; peer < world_; ++peer) {
@@ -218,20 +224,25 @@ uint8_t* Group::slot_data(const Operation& op, int64_t slot) const {
   return data_.data() + half + op.what.plan->slots[static_cast<size_t>(slot)].offset;
 }
 
-int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) {
+int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
   const cgx_plan& plan = *op.what.plan;
   const cgx_slot& slot = plan.slots[static_cast<size_t>(step.slot)];
   const cgx_piece* pieces = plan.pieces.data() + step.first_piece;
   cgx_rounding rounding = op.what.rounding;
   rounding.rank = static_cast<uint32_t>(rank_);
   const int64_t begin_ns = now_ns();
+  const auto timed = [&](Counter counter) {
+    const int64_t elapsed_ns = now_ns() - begin_ns;
+    count(counter, elapsed_ns);
+    op.phase_ns[counter - kEncodeNs] += elapsed_ns;
+  };
   int status = CGX_OK;
   switch (step.kind) {
     case CGX_STEP_ENCODE:
       rounding.stage = 0;
       status = cgx_encode(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, slot_data(op, step.slot),
                           &rounding, op.what.residual);
-      count(kEncodeNs, now_ns() - begin_ns);
+      timed(kEncodeNs);
       break;
     case CGX_STEP_SEND:
       if (slot.writer == rank_) {  // what is only passed on is there already, for all to read
@@ -243,6 +254,7 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
       for (int64_t peer = 0; peer < world_; ++peer)
         if (peer != rank_ && (slot.writer == rank_ || peer == step.peer)) ring(peer);
       count(kSent, slot.nbytes);
+      op.sent_nbytes += slot.nbytes;
       return CGX_OK;
     case CGX_STEP_RECEIVE: {
       const Flag& theirs = flag(slot.writer, slot.flag);
@@ -261,12 +273,12 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
       rounding.stage = 1;
       status = cgx_reduce(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
                           step.partial ? 1.0 : op.what.scale, slot_data(op, step.slot), &rounding, op.what.residual);
-      count(kReduceNs, now_ns() - begin_ns);
+      timed(kReduceNs);
       break;
     }
     default:
       status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values, 0);
-      count(kDecodeNs, now_ns() - begin_ns);
+      timed(kDecodeNs);
       break;
   }
   if (status != CGX_OK) fail(status, name(rank_) + ": the kernels refused " + operation_name(op));
@@ -277,7 +289,7 @@ int Group::execute(const Operation& op, const cgx_step& step, int64_t until_ns) 
 
 // Every rank comes here with the same need, because plans are the same on all. Rank 0 makes a larger segment; the
 // others map it; once all have, its name is removed.
-int Group::ensure_segment(const Operation& op, int64_t until_ns) {
+int Group::ensure_segment(Operation& op, int64_t until_ns) {
   const int64_t needed = 2 * op.what.plan->half_nbytes;
   if (needed <= data_.nbytes() && !created_generation_) return CGX_OK;
   if (rank_ == 0) {
@@ -334,12 +346,6 @@ int Group::ensure_segment(const Operation& op, int64_t until_ns) {
 
 // ---- the rest ----
 
-OperationTimes Group::times(int64_t number) const {
-  std::lock_guard<std::mutex> lock(times_mutex_);
-  const OperationTimes& found = times_[static_cast<size_t>(number % kTimes)];
-  return found.number == number ? found : OperationTimes{number, 0, 0, 0};
-}
-
 cgx_stats Group::stats() const {
   const auto value = [this](Counter counter) { return counters_[counter].load(std::memory_order_relaxed); };
   return {value(kOperations), value(kCompressed), value(kBefore),   value(kAfter),   value(kSent),
@@ -369,6 +375,7 @@ void Group::close() {
   std::lock_guard<std::mutex> role(role_);
   {
     std::lock_guard<std::mutex> lock(queue_mutex_);
+    for (const Operation& each : queue_) keep(record_of(each, CGX_RECORD_FAILED));
     queue_.clear();
   }
   if (created_generation_) Segment::unlink(control_->data_name);

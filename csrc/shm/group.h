@@ -27,13 +27,13 @@ struct Operation {
   int64_t number;
   int64_t submitted_ns;
   int64_t started_ns = 0;
+  int64_t phase_ns[4] = {};  // encode, wait, reduce, decode
+  int64_t sent_nbytes = 0;
+  int64_t waiting_for = -1;  // a peer
+  int64_t waiting_since_ns = 0;
   int64_t slice = 0;
   int64_t step = 0;
   bool slice_begun = false;
-};
-
-struct OperationTimes {
-  int64_t number, submitted_ns, started_ns, finished_ns;
 };
 
 class Group {
@@ -54,7 +54,8 @@ class Group {
   std::string laggards(int64_t sequence) const;
   void fail(int status, const std::string& text);
   int error(std::string* text);
-  OperationTimes times(int64_t number) const;
+  bool record(int64_t number, cgx_record* found) const;
+  std::string peer(int64_t rank, cgx_peer* found);
   cgx_stats stats() const;
   void reset_stats();
   void close();
@@ -76,19 +77,25 @@ class Group {
   // Running; only by the holder of the role. `until_ns`: give up waiting then (CGX_PENDING), though not for good.
   int run_queue(int64_t target, int64_t until_ns);
   int advance(Operation& op, int64_t until_ns);
-  int begin_slice(const Operation& op, int64_t until_ns);
-  int execute(const Operation& op, const cgx_step& step, int64_t until_ns);
+  int begin_slice(Operation& op, int64_t until_ns);
+  int execute(Operation& op, const cgx_step& step, int64_t until_ns);
   void finish(const Operation& op);
   void work();
 
   // Waiting for a peer to bring `word` to `value`.
-  int wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer, int64_t until_ns);
+  int wait_for(Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer, int64_t until_ns);
+  int wait_long(Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer, int64_t begin_ns,
+                int64_t until_ns);
   // Between two naps: CGX_OK, or why the wait is over (CGX_OK too if it turns out that the peer had done its part).
   int look_for_trouble(const Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer);
   bool is_gone(int64_t peer);
   int fail_lost(int64_t peer, const std::string& operation);
   void ring(int64_t peer);
-  int ensure_segment(const Operation& op, int64_t until_ns);
+  int ensure_segment(Operation& op, int64_t until_ns);
+
+  // The flight recorder.
+  cgx_record record_of(const Operation& op, cgx_record_state state) const;  // only by the holder of the role
+  void keep(const cgx_record& record);
 
   bool poison_arrived();
   int fail_mismatch(int64_t peer, int64_t sequence);
@@ -118,7 +125,7 @@ class Group {
   bool created_generation_ = false;
 
   std::mutex role_;
-  std::mutex queue_mutex_;
+  mutable std::mutex queue_mutex_;
   std::condition_variable work_arrived_, work_done_;
   std::deque<Operation> queue_;
   bool thread_wanted_ = false;
@@ -131,9 +138,11 @@ class Group {
   std::atomic<int> status_{CGX_OK};
   std::string error_;
 
-  static constexpr int64_t kTimes = 1024;
-  mutable std::mutex times_mutex_;
-  std::vector<OperationTimes> times_{kTimes, OperationTimes{-1, 0, 0, 0}};
+  static constexpr int64_t kRecords = 1024;
+  mutable std::mutex records_mutex_;  // locked after queue_mutex_, where both are
+  std::vector<cgx_record> records_{kRecords, cgx_record{-1}};
+  cgx_record running_{-1};          // of the operation that last slept
+  std::vector<int64_t> waited_ns_;  // by peer, of the operation that runs
   std::atomic<int64_t> counters_[kCounters] = {};
 };
 

@@ -15,10 +15,23 @@ constexpr int64_t kNapNs = 20000000;  // between two looks at whether the peer l
 
 }  // namespace
 
-int Group::wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer,
-                    int64_t until_ns) {
+int Group::wait_for(Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer, int64_t until_ns) {
   if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
   const int64_t begin_ns = now_ns();
+  if (op.waiting_for != peer) {  // else it was left at this wait, and is taken up again
+    op.waiting_for = peer;
+    op.waiting_since_ns = begin_ns;
+  }
+  const int status = wait_long(op, word, value, peer, begin_ns, until_ns);
+  const int64_t waited_ns = now_ns() - begin_ns;
+  waited_ns_[static_cast<size_t>(peer)] += waited_ns;
+  op.phase_ns[kWaitNs - kEncodeNs] += waited_ns;
+  if (status == CGX_OK) op.waiting_for = -1;
+  return status;
+}
+
+int Group::wait_long(Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer, int64_t begin_ns,
+                     int64_t until_ns) {
   do {
     for (int i = 0; i < 32; ++i) {
       if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
@@ -31,6 +44,10 @@ int Group::wait_for(const Operation& op, const std::atomic<uint64_t>& word, uint
   }
 
   RankControl& me = ranks_[rank_];
+  {
+    std::lock_guard<std::mutex> lock(records_mutex_);
+    running_ = record_of(op, CGX_RECORD_RUNNING);
+  }
   for (;;) {
     const uint32_t bell = me.bell.load(std::memory_order_acquire);
     me.waits_on.store(static_cast<uint32_t>(peer) + 1, std::memory_order_relaxed);

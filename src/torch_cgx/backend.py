@@ -34,7 +34,9 @@ from torch_cgx.layers import LayerTable
 from torch_cgx.meeting import meet
 from torch_cgx.membership import Joining
 from torch_cgx.nodes import open_executor
+from torch_cgx.recorder import GroupRecorder, process_recorder
 from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
+from torch_cgx.trace_signal import listen
 from torch_cgx.transports.gloo import hang_up
 from torch_cgx.transports.mpi_process import finalises_at_exit
 from torch_cgx.untraced import skip_package
@@ -69,7 +71,6 @@ class ProcessGroupCGX(Allreduces):
         self._timeout = timeout
         self._global_ranks = tuple(global_ranks)
         self._lock = threading.Lock()  # one order of notes and of what they announce, whatever threads they come from
-        self._completions = Completions(f"cgx-futures-{rank}")
         self._carried: weakref.WeakSet[CarriedWork] = weakref.WeakSet()  # for the barrier, which waits for them
         self._closed = False
         self._aborting = False
@@ -83,11 +84,16 @@ class ProcessGroupCGX(Allreduces):
         self._settings = membership.agree(prefixed("cgx"), rank, world, Settings.from_environ)
         facts = (self._settings, self._global_ranks, self._cuda_problem())
         self._members = members = membership.join(prefixed("cgx"), rank, world, *facts)
+        recorder, folder = process_recorder(), self._settings.trace_folder
+        self._recorder = GroupRecorder(recorder, rank, self._global_ranks, folder=folder)
+        if folder is not None:
+            listen(recorder.write)
+        self._completions = Completions(f"cgx-futures-{rank}", self._recorder.fail)
 
         self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         joining = Joining(prefixed, rank, world, timeout, self._global_ranks, self._settings, members)
-        place = Place(rank, world, self._settings, self.layers, self._completions)
+        place = Place(rank, world, self._settings, self.layers, self._completions, self._recorder)
         self._shared: SharedGroup | None = None
         self._reducer: Reducer | None = None
         if world > 1 and members.one_host and all(members.native) and self._settings.inner_communicator == "SHM":
@@ -96,6 +102,8 @@ class ProcessGroupCGX(Allreduces):
             self._reducer = SharedReducer(self._shared, place)
         elif world > 1:
             self._reducer = MessageReducer(*open_executor(joining), place)
+        transport = self._settings.message_transport(members.one_host) or "messages"
+        self._recorder.attach(self, "SHM" if self._shared is not None else transport, self._shared)
         self._cuda: CudaSide | None = None
         if members.all_have_cuda:
             self._cuda = open_side(self._engine(joining), joining, place, self._shared, self._lock)
@@ -127,6 +135,7 @@ class ProcessGroupCGX(Allreduces):
             if self._closed:
                 return
             self._closed = True
+        self._recorder.close()
         failed = self._shared is not None and self._shared.has_failed
         if self._reducer is not None:
             self._reducer.close()
@@ -208,17 +217,28 @@ class ProcessGroupCGX(Allreduces):
             if self._shared is not None:
                 call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
                 sequence = self._shared.note(call)
-                self._shared.check(sequence)
-            if run is None:
-                return DoneWork(result, self._completions)
-            with record_function(f"cgx::{operation}"):
-                inner = run() if side is None else side.carry(run)
+            called = (operation, dtype, shape, reduction, 0, root, None, None)
+            trail = self._recorder.begin(called, "gloo" if side is None else "nccl", sequence)
+            try:
+                if self._shared is not None:
+                    self._shared.check(sequence)
+                if run is None:
+                    trail.finish()
+                    return DoneWork(result, self._completions)
+                with record_function(f"cgx::{operation}"):
+                    inner = run() if side is None else side.carry(run)
+            except Exception as error:
+                trail.finish(error)
+                self._recorder.fail(error)
+                raise
         if side is not None:
+            trail.enqueued = True
+            trail.finish()
             # Its wait with a time limit would abort the communicator, and it is complete on a stream. What is on the
             # caller's own stream has no handle of NCCL's, and None would crash callers in C++.
             return DoneWork(result, self._completions) if inner is None else inner
-        what = f"{operation} (operation {sequence} of rank {self._global_ranks[self._rank]})"
-        work = CarriedWork(inner, what, self._shared, sequence, result, self._completions)
+        what = f"{operation} (operation {trail.number} of rank {self._global_ranks[self._rank]})"
+        work = CarriedWork(inner, what, self._shared, sequence, result, self._completions, trail)
         self._carried.add(work)
         return work
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 
 MAX_BLOCK = 65536  # values: beyond it a block leaves the fastest cache, and saves nothing that matters
 
@@ -21,7 +22,7 @@ _RAW_BITS_VARIABLE, _RAW_BLOCK_VARIABLE = os.fsencode(BITS_VARIABLE), os.fsencod
 _BITS = (*range(1, 9), 32)
 _SMALLEST_COMPRESSED_NUMEL = 16  # below it the header costs more than the values
 _SIMD = ("scalar", "avx2", "avx512", "neon")
-_OWN_TO_A_RANK = ("node_id", "num_threads", "simd")
+_OWN_TO_A_RANK = ("node_id", "num_threads", "simd", "trace_folder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Settings:
     node_id: str | None = None  # names this rank's node; None: found out
     num_threads: int | None = None  # threads of a large kernel call; None: torch's, at most this rank's share of cores
     simd: str | None = None  # forces a kernel level; None: the best the CPU has
+    trace_folder: str | None = None  # gets the flight recorder's files; None: nothing is written
 
     def __post_init__(self) -> None:
         if self.minimal_numel < _SMALLEST_COMPRESSED_NUMEL:
@@ -91,6 +93,7 @@ class Settings:
             node_id=read.text("CGX_NODE_ID"),
             num_threads=read.optional_integer("CGX_NUM_THREADS", 1, 256),
             simd=read.optional_choice("CGX_SIMD", _SIMD),
+            trace_folder=read.folder("CGX_TRACE_DIR"),
         )
 
     def message_transport(self, one_host: bool) -> str | None:
@@ -168,6 +171,18 @@ class _Reader:
 
     def choice(self, name: str, default: str, words: Sequence[str]) -> str:
         return self.optional_choice(name, words) or default
+
+    def folder(self, name: str) -> str | None:
+        """One that can be written to, or made when it is first needed."""
+        raw = self.text(name)
+        if raw is None:
+            return None
+        path = Path(raw).absolute()
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            what = "is no folder" if not nearest.is_dir() else "cannot be written to"
+            raise _wrong(name, raw, f"a folder that can be written to, or made: {nearest} {what}")
+        return str(path)
 
     def optional_integer(self, name: str, least: int, most: int) -> int | None:
         return None if self.text(name) is None else self.integer(name, least, least, most)

@@ -10,7 +10,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Protocol
@@ -23,6 +23,7 @@ from torch_cgx import _native
 from torch_cgx.algorithms import Topology
 from torch_cgx.calls import collective_call
 from torch_cgx.config import Compression, Settings
+from torch_cgx.errors import CGXError
 from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.executors.pipeline import AHEAD
@@ -31,6 +32,7 @@ from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
 from torch_cgx.kernels import Rounding
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer, Layout, make_layout
+from torch_cgx.recorder import GroupRecorder, Trail
 from torch_cgx.work import Completions, JobWork, PolledWork, SharedWork
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Reducer",
     "Request",
     "SharedReducer",
+    "begin_trail",
     "call_of",
     "make_reduction",
     "message_slice_nbytes",
@@ -100,6 +103,7 @@ class Place:
     settings: Settings
     layers: LayerTable
     completions: Completions
+    recorder: GroupRecorder = field(default_factory=GroupRecorder.unheard)
 
     def cut(self, request: Request) -> tuple[Layer, ...]:
         return request.layers or self.layers.cut(request.tensor.numel(), request.compression, self.settings)
@@ -145,6 +149,8 @@ class SharedReducer:
         self._lock = threading.Lock()
         self._prepared: dict[object, Prepared] = {}
         self._pending: deque[_Kept] = deque()
+        self._recorder = place.recorder
+        self._write_down = place.recorder.append
 
     def submit(self, request: Request) -> SharedWork:
         tensor = request.tensor
@@ -161,9 +167,14 @@ class SharedReducer:
             kept = _Kept((prepared, tensor, request.residual))
             self._pending.append(kept)
             residual_ptr = None if request.residual is None else request.residual.data_ptr()
-            number, completed = self._shared.submit(
-                prepared, tensor.data_ptr(), residual_ptr, request.timeout_ms, wake=request.asynchronous
-            )
+            try:
+                number, completed = self._shared.submit(
+                    prepared, tensor.data_ptr(), residual_ptr, request.timeout_ms, wake=request.asynchronous
+                )
+            except CGXError as error:  # the group has failed before; nothing was queued
+                self._recorder.fail(error)
+                raise
+            self._write_down((self._recorder, number, key))
             for earlier in self._pending:
                 if earlier.number is None:  # this one, or one that was interrupted and is queued before it, if at all
                     earlier.number = number if earlier is kept else number - 1
@@ -309,6 +320,18 @@ def make_reduction(request: Request, meaning: Meaning, place: Place, topology: T
     )
 
 
+def begin_trail(request: Request, place: Place, reduction: Reduction, number: int = 0) -> Trail:
+    """Write a request down in the flight recorder. `number` 0: the group has no board to count calls."""
+    tensor, topology = request.tensor, reduction.topology
+    way = topology.algorithm if topology.is_flat else f"{topology.algorithm} of {max(topology.nodes) + 1} nodes"
+    nbytes = tensor.numel() * tensor.element_size()
+    payload_nbytes = sum(chunk.nbytes for part in reduction.layout.slices for chunk in part.chunks)
+    called = (request.operation, tensor.dtype, tensor.shape, request.reduction)
+    what = (*called, request.compression.bits, -1, nbytes, payload_nbytes)
+    carrier = place.recorder.carrier if tensor.device.type == "cpu" else "cuda"
+    return place.recorder.begin(what, f"{carrier} {way}", number)
+
+
 class MessageReducer:
     """Hands requests to the message executor."""
 
@@ -331,7 +354,8 @@ class MessageReducer:
         reduce = self._executor.allreduce_widened if meaning.widened else self._executor.allreduce
         with self._lock:
             self._sequence += 1
-            job = reduce(reduction.numbered(self._sequence))
+            trail = begin_trail(request, place, reduction)
+            job = reduce(reduction.numbered(self._sequence), trail)
             self._counts.add(request, meaning)
         return JobWork(job, request.result, place.completions)
 

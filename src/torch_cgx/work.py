@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Work
 from torch.autograd.profiler import record_function
 
 from torch_cgx.errors import CGXError, CGXTimeoutError, PeerLostError
+from torch_cgx.recorder import Trail
 
 if TYPE_CHECKING:
     from torch_cgx.executors.jobs import Job
@@ -65,8 +66,13 @@ class PolledWork(Work):
                 self._done = self._poll(slice_ms)
             except RuntimeError as error:
                 self._failure = error
+                self._failed(error)
+                self._completions.failed(error)
                 raise
         return self._done
+
+    def _failed(self, failure: RuntimeError) -> None:
+        """It was seen to fail."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
@@ -162,8 +168,10 @@ class CarriedWork(PolledWork):
         sequence: int,
         result: list[torch.Tensor],
         completions: Completions,
+        trail: Trail | None = None,
     ) -> None:
         super().__init__(result, completions)
+        self._trail = trail
         self._inner = inner
         self._what = what
         self._group = group
@@ -185,7 +193,13 @@ class CarriedWork(PolledWork):
             raise self._translated(error) from None
         if self._group is not None:
             self._group.check(self._sequence)
+        if self._trail is not None:
+            self._trail.finish()
         return True
+
+    def _failed(self, failure: RuntimeError) -> None:
+        if self._trail is not None:
+            self._trail.finish(failure)
 
     def _translated(self, error: RuntimeError) -> RuntimeError:
         """Trouble between ranks as one of our errors, told to the peers; what Gloo refuses to do as it is."""
@@ -268,8 +282,10 @@ class Completions:
     threads are inside callbacks, what is queued gets another one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, failed: Callable[[BaseException], object] = lambda error: None) -> None:
+        """`failed` gets to know what the group's operations failed with, before their callers do."""
         self._name = name
+        self.failed = failed
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()

@@ -111,7 +111,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
 
 
 def test_variables_of_others_and_unknown_ones_are_left_alone() -> None:
-    assert Settings.from_environ({"CGX_TRACE_DIR": "/x", "MPI_HOME": "/y", "OMP_NUM_THREADS": "7"}) == Settings()
+    assert Settings.from_environ({"CGX_UNKNOWN": "/x", "MPI_HOME": "/y", "OMP_NUM_THREADS": "7"}) == Settings()
 
 
 def test_this_process_s_variables_are_read_where_no_mapping_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import threading
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-__all__ = ["Call", "Means", "Piece", "Rounding", "Slot", "Stats", "Step", "Submission", "library"]
+__all__ = ["Call", "Means", "Peer", "Piece", "Record", "Rounding", "Slot", "Stats", "Step", "Submission", "library"]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _log = logging.getLogger("torch_cgx")
 
@@ -79,6 +79,21 @@ class Submission(ctypes.Structure):
     ]
 
 
+class Record(ctypes.Structure):
+    _fields_ = [
+        (name, c_int64)
+        for name in (
+            *("number", "sequence", "state", "submitted_ns", "started_ns", "finished_ns"),
+            *("encode_ns", "wait_ns", "reduce_ns", "decode_ns", "bytes_before", "bytes_after", "bytes_sent"),
+            *("waited_for", "waited_for_ns", "waiting_for", "waiting_since_ns"),
+        )
+    ]
+
+
+class Peer(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("pid", "life", "noted", "noted_at_ns", "waits_on")]
+
+
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "cgx_abi_version": (c_int, []),
     "cgx_best_simd": (c_int, []),
@@ -123,6 +138,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "cgx_group_fail": (None, [c_void_p, c_int, c_char_p]),
     "cgx_group_error": (c_int, [c_void_p, c_char_p, c_int64]),
     "cgx_group_times": (None, [c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), POINTER(c_int64)]),
+    "cgx_group_record": (c_int, [c_void_p, c_int64, POINTER(Record)]),
+    "cgx_group_peer": (None, [c_void_p, c_int64, POINTER(Peer), c_char_p, c_int64]),
+    "cgx_signal_to_eventfd": (c_int, [c_int, c_int]),
     "cgx_group_stats": (None, [c_void_p, POINTER(Stats)]),
     "cgx_group_reset_stats": (None, [c_void_p]),
     "cgx_group_close": (None, [c_void_p]),

@@ -17,7 +17,7 @@ from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.cuda import CudaExecutor, Enqueued
 from torch_cgx.executors.jobs import JobThread
 from torch_cgx.executors.shm import SharedGroup
-from torch_cgx.reducers import Counts, Meaning, Meanings, Place, Request, make_reduction
+from torch_cgx.reducers import Counts, Meaning, Meanings, Place, Request, begin_trail, make_reduction
 from torch_cgx.stream_work import StagedWork, StreamWork
 from torch_cgx.transports import Exchange
 
@@ -70,18 +70,28 @@ class CudaReducer:
             if self._failure is not None:
                 raise self._failure
             enqueued = self._executor.take(reduction)
-            reduction = reduction.numbered(self._number(request, meaning))
+            number = self._number(request, meaning)
+            trail = begin_trail(request, place, reduction, number if self._board is not None else 0)
+            trail.enqueued = True
+            reduction = reduction.numbered(number)
             self._counts.add(request, meaning)
             timeout = timedelta(milliseconds=request.timeout_ms)
             enqueue = partial(self._enqueue, reduction, enqueued, meaning.widened, timeout)
             if self._thread is not None:
                 if self._turns is not None:
                     self._turns.after_carried(where, enqueued)
-                job = self._thread.submit(partial(self._stage, where, enqueue))
+                job = self._thread.submit(partial(self._stage, where, enqueue), trail)
                 if self._turns is not None:
                     self._turns.note_staged(where, enqueued, job)
                 return StagedWork(job, self._device, where, enqueued, request.result, place.completions)
-            enqueue()
+            trail.start()
+            try:
+                enqueue()
+            except CGXError as failure:
+                trail.finish(failure)
+                place.recorder.fail(failure)
+                raise
+            trail.finish()
         return StreamWork(self._device, where, enqueued, request.result, place.completions)
 
     def _stage(self, where: torch.device, enqueue: Callable[[], None]) -> None:

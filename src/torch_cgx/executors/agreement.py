@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -41,9 +42,11 @@ class Agreement:
         }
         self._leaving = [transport(peer).send(self._mine.view(torch.uint8), peer, AGREEMENT_TAG) for peer in peers]
 
-    def finish(self) -> None:
+    def finish(self, waiting_for: Callable[[int], AbstractContextManager[None]] | None = None) -> None:
+        """`waiting_for` gets to know which peer that is."""
         for peer, message in self._arriving.items():
-            message.wait()
+            with nullcontext() if waiting_for is None else waiting_for(peer):
+                message.wait()
             self._compare(peer)
         for sent in self._leaving:
             sent.wait()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from torch_cgx.errors import CGXError
+from torch_cgx.recorder import Trail
 
 __all__ = ["Job", "JobThread"]
 
@@ -16,8 +17,9 @@ _CLOSE_S = 5.0
 class Job:
     """One operation in the queue."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None], trail: Trail | None = None) -> None:
         self._run = run
+        self._trail = trail
         self._ended = threading.Event()
         self._error: CGXError | None = None
 
@@ -30,6 +32,8 @@ class Job:
         return True
 
     def run(self) -> None:
+        if self._trail is not None:
+            self._trail.start()
         try:
             self._run()
         except CGXError as error:
@@ -40,6 +44,8 @@ class Job:
 
     def end(self, error: CGXError | None = None) -> None:
         self._error = self._error or error
+        if self._trail is not None:
+            self._trail.finish(self._error)
         self._ended.set()
 
     @property
@@ -59,8 +65,8 @@ class JobThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], None]) -> Job:
-        job = Job(run)
+    def submit(self, run: Callable[[], None], trail: Trail | None = None) -> Job:
+        job = Job(run, trail)
         with self._lock:
             if self._closed:
                 job.end(CGXError("the group has been destroyed"))

@@ -17,6 +17,7 @@ from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.jobs import Job, JobThread
 from torch_cgx.executors.pipeline import Pipeline
 from torch_cgx.kernels import Kernels
+from torch_cgx.recorder import Trail
 from torch_cgx.transports import Transport
 
 __all__ = ["MessageExecutor"]
@@ -40,22 +41,22 @@ class MessageExecutor:
         self._pipeline = Pipeline(transports, kernels, rank, global_ranks, staging_nbytes)
         self._thread = JobThread("cgx-messages", self._hang_up)
 
-    def submit(self, run: Callable[[], None]) -> Job:
-        return self._thread.submit(run)
+    def submit(self, run: Callable[[], None], trail: Trail | None = None) -> Job:
+        return self._thread.submit(run, trail)
 
-    def allreduce(self, operation: Reduction) -> Job:
-        return self.submit(lambda: self._pipeline.run(operation))
+    def allreduce(self, operation: Reduction, trail: Trail | None = None) -> Job:
+        return self.submit(lambda: self._pipeline.run(operation, trail), trail)
 
-    def allreduce_widened(self, operation: Reduction) -> Job:
+    def allreduce_widened(self, operation: Reduction, trail: Trail | None = None) -> Job:
         """The same in a float32 copy, which the layout is made for; the values get what it ends with."""
 
         def run() -> None:
             wide = operation.values.to(torch.float32)
-            self._pipeline.run(replace(operation, values=wide))
+            self._pipeline.run(replace(operation, values=wide), trail)
             with torch.inference_mode():  # they may be a tensor of that mode
                 operation.values.copy_(wide)
 
-        return self.submit(run)
+        return self.submit(run, trail)
 
     def stats(self) -> dict[str, float]:
         """Bytes sent, and seconds by phase."""

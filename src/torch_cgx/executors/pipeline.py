@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,6 +23,7 @@ from torch_cgx.executors.staging import Staging
 from torch_cgx.kernels import Kernels
 from torch_cgx.layout import Chunk, Slice
 from torch_cgx.program import Receive, Send
+from torch_cgx.recorder import Trail
 from torch_cgx.transports import TAGS, Pending, Transport
 
 __all__ = ["AHEAD", "Pipeline"]
@@ -44,7 +45,7 @@ class _Underway:
     tags: int  # how many there are
     slots: dict[str, Tensor] = field(default_factory=dict)
     arriving: dict[str, Pending] = field(default_factory=dict)
-    leaving: list[Pending] = field(default_factory=list)
+    leaving: list[tuple[int, Pending]] = field(default_factory=list)  # to which peer
 
     def tag(self, slot: str) -> int:
         return AGREEMENT_TAG + 1 + (self.first_tag + self.schedule.slots[slot].index) % (self.tags - 1)
@@ -72,14 +73,16 @@ class Pipeline:
         self._rank = rank
         self._global_ranks = tuple(global_ranks)
         self._staging = Staging(staging_nbytes)
+        self._trail: Trail | None = None  # of the operation that runs
         self.reset_figures()
 
     def reset_figures(self) -> None:
         self.figures: dict[str, float] = dict.fromkeys(("bytes_sent", *(f"{phase}_s" for phase in _PHASES)), 0)
 
-    def run(self, operation: Reduction) -> None:
+    def run(self, operation: Reduction, trail: Trail | None = None) -> None:
         if not operation.layout.slices:
             return
+        self._trail = trail
         facts = (operation.rounding.op, operation.agreed)
         operation = replace(operation, rounding=replace(operation.rounding, rank=self._rank))
         slices = self._prepare(operation, zlib.crc32(b"%d %d" % facts))
@@ -95,7 +98,7 @@ class Pipeline:
                 if 0 <= number < len(slices):
                     if level == 1 and number == 0:
                         with self.timed("wait_s"):
-                            agreement.finish()
+                            agreement.finish(self._waiting_for)
                     self._make_steps(slices[number], level, operation)
             if tick >= depth:
                 self._close(slices[tick - depth])
@@ -109,7 +112,13 @@ class Pipeline:
     def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.figures[phase] += time.perf_counter() - start
+        elapsed_s = time.perf_counter() - start
+        self.figures[phase] += elapsed_s
+        if self._trail is not None:
+            self._trail.add(phase.removesuffix("_s"), elapsed_s)
+
+    def _waiting_for(self, peer: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._trail is None else self._trail.waiting_for(peer)
 
     def _prepare(self, operation: Reduction, tag: int) -> list[_Underway]:
         """Its slices, with tags that follow each other from some number on."""
@@ -133,8 +142,9 @@ class Pipeline:
 
     def _close(self, each: _Underway) -> None:
         with self.timed("wait_s"):
-            for message in each.leaving:
-                message.wait()
+            for peer, message in each.leaving:
+                with self._waiting_for(peer):
+                    message.wait()
         each.leaving.clear()
         for payload in each.slots.values():
             self._staging.give(payload)
@@ -144,10 +154,13 @@ class Pipeline:
         for step in each.schedule.level(level):
             if isinstance(step, Send):
                 payload = each.slots[step.slot]
-                each.leaving.append(self._transport(step.peer).send(payload, step.peer, each.tag(step.slot)))
+                message = self._transport(step.peer).send(payload, step.peer, each.tag(step.slot))
+                each.leaving.append((step.peer, message))
                 self.figures["bytes_sent"] += payload.numel()
+                if self._trail is not None:
+                    self._trail.sent_nbytes += payload.numel()
             elif isinstance(step, Receive):
-                with self.timed("wait_s"):
+                with self.timed("wait_s"), self._waiting_for(step.peer):
                     each.arriving.pop(step.slot).wait()
             else:
                 with self.timed(PHASES[type(step)]), torch.inference_mode():  # the values may be a tensor of that mode

@@ -349,6 +349,17 @@ class SharedGroup:
         submitted, _, finished = (time.value for time in times)
         return (finished - submitted) * 1e-9 if finished else float("nan")
 
+    def record(self, number: int) -> _native.Record | None:
+        """What the flight recorder tells of an operation: of the last 1,024, and of what is queued."""
+        record = _native.Record()
+        return record if self._lib.cgx_group_record(self._handle, number, record) else None
+
+    def peer(self, rank: int) -> tuple[_native.Peer, str]:
+        """Where a rank stands, and its latest call in words."""
+        peer, text = _native.Peer(), ctypes.create_string_buffer(1024)
+        self._lib.cgx_group_peer(self._handle, rank, peer, text, len(text))
+        return peer, text.value.decode(errors="replace")
+
     def stats(self) -> _native.Stats:
         stats = _native.Stats()
         self._lib.cgx_group_stats(self._handle, stats)
