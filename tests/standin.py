@@ -1,15 +1,16 @@
 """A device that is none: streams and events that write down what is asked of them, on CPU tensors.
 
 What runs on it is the CUDA path but for the calls into CUDA themselves: `StandInDevice` takes the place of
-`CudaDevice`, a Gloo group that of NCCL's, and CPU tensors are taken for CUDA tensors.
+`CudaDevice`, a Gloo group that of NCCL's, and CPU tensors are taken for CUDA tensors. Whatever uses memory is held to
+the order that streams and events make (happens_before.py): a missing wait raises, though all runs in order here.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,23 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from happens_before import Actor, Clock, Order, Span
 from torch_cgx.backend import ProcessGroupCGX
-from torch_cgx.cuda import Engine
+from torch_cgx.cuda import Engine, exchanges
+from torch_cgx.executors.shared_exchange import SharedExchange
+from torch_cgx.executors.shm import Prepared, SharedGroup
+from torch_cgx.executors.staged import StagedExchange
 from torch_cgx.kernels import Kernels, Piece, Rounding
 from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.membership import Joining
+from torch_cgx.transports import Pending, Transport
 
 UNWRITTEN = 0xA5  # what fresh memory holds: a byte that somebody reads too early shows by it
 
 
-@dataclass(eq=False)
-class Stream:
-    name: str
+class Stream(Actor):
+    """Known by its name."""
 
 
 @dataclass(frozen=True)
 class Event:
     number: int
+    clock: Clock = field(default_factory=dict, compare=False, repr=False)
 
 
 class StandInDevice:
@@ -43,8 +49,10 @@ class StandInDevice:
         self.log: list[tuple[Any, ...]] = []
         self.capturing = False
         self._default = Stream("caller")
+        self.order = Order(self._default)
         self._here = threading.local()
         self._sides = 0
+        self._callbacks = 0
         self._events = 0
 
     @property
@@ -66,39 +74,113 @@ class StandInDevice:
     def using(self, stream: Stream) -> Iterator[None]:
         before, self._here.stream = self.here, stream
         try:
-            yield
+            with self.watching():
+                yield
         finally:
             self._here.stream = before
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Meanwhile torch's operations on this thread are held to the order, too; as they are inside of `using`."""
+        return self.order.watching(lambda: self.here)
 
     def record(self, stream: Stream) -> Event:
         self._events += 1
         self.say("record", self._events, stream.name)
-        return Event(self._events)
+        return Event(self._events, self.order.record(stream))
 
     def hold_back(self, stream: Stream, event: Event) -> None:
         self.say("hold back", stream.name, event.number)
+        self.order.hold_back(stream, event.clock)
 
     def is_done(self, event: Event) -> bool:
+        self.order.host_waits(event.clock)
         return True
 
     def synchronize(self, event: Event) -> None:
         self.say("synchronize", event.number)
+        self.order.host_waits(event.clock)
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         self.say("keep", tensor.numel(), stream.name)
+        self.order.keep(tensor, stream)
 
     def is_capturing(self) -> bool:
         return self.capturing
 
     def empty(self, nbytes: int, where: torch.device) -> Tensor:
-        return torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8, device=where)
+        with self.order.unseen():
+            fresh = torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8, device=where)
+        return self.order.allocated(fresh, self.here)
 
     def pinned(self, nbytes: int) -> Tensor:
-        return torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8)
+        with self.order.unseen():
+            fresh = torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8)
+        return self.order.allocated(fresh, None)
 
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
         self.say("future")
-        return torch.futures.Future()
+        return StandInFuture(self)
+
+    def callback_stream(self) -> Stream:
+        self._callbacks += 1
+        return Stream(f"callback {self._callbacks}")
+
+    def meet(self, stream: Stream, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Meeting:
+        """An exchange as NCCL makes it: on a stream of its own, which first waits for the current one."""
+        self.order.hold_back(stream, self.order.record(self.here))
+        self.order.enqueue(stream, "exchange", outgoing, incoming)
+        return Meeting(self, self.order.record(stream), (outgoing, incoming))
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    device: StandInDevice
+    end: Clock
+    stashed: object  # the payloads, which NCCL holds until it is waited for
+
+    def wait(self) -> None:
+        self.device.say("arrived", self.device.here.name)
+        self.device.order.hold_back(self.device.here, self.end)
+        self.stashed = None
+
+
+class StandInFuture(torch.futures.Future[Any]):
+    """As torch's futures of CUDA: whoever waits holds back his stream; a callback has a stream of its own, held back.
+
+    DDP waits for what callbacks have made in C++, which nobody sees: the caller's stream is held back for it at once.
+    """
+
+    def __init__(self, device: StandInDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._end: Clock = {}
+
+    def set_result(self, result: Any) -> None:
+        self._end = self._device.order.record(self._device.here)
+        super().set_result(result)
+
+    def wait(self) -> Any:
+        result = super().wait()
+        self._device.order.hold_back(self._device.here, self._end)
+        return result
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        made = StandInFuture(self._device)
+
+        def run(_: object) -> None:
+            stream = self._device.callback_stream()
+            self._device.order.hold_back(stream, self._end)
+            with self._device.using(stream):
+                try:
+                    result = callback(self)
+                except Exception as error:
+                    made.set_exception(error)  # type: ignore[arg-type]
+                    return
+                made.set_result(result)
+            self._device.order.hold_back(self._device._default, made._end)
+
+        super().then(run)
+        return made
 
 
 class NotedKernels:
@@ -113,10 +195,22 @@ class NotedKernels:
     def name(self) -> str:
         return self._kernels.name
 
-    def _note(self, kernel: str) -> None:
-        self._device.say(kernel, self._device.here.name)
+    @contextmanager
+    def _launched(self, kernel: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Iterator[None]:
+        device = self._device
+        device.say(kernel, device.here.name)
         if kernel == self.fails_at:
             raise RuntimeError("an illegal memory access was encountered")
+        device.order.enqueue(device.here, kernel, reads, writes)
+        with device.order.unseen():
+            yield
+
+    def _used(self, pieces: Sequence[Piece], values: Tensor | None) -> list[Tensor]:
+        """The part of a tensor that the pieces lie in."""
+        if values is None or not pieces:
+            return []
+        first = min(piece.offset for piece in pieces)
+        return [values[first : max(piece.offset + piece.numel for piece in pieces)]]
 
     def encode(
         self,
@@ -126,12 +220,13 @@ class NotedKernels:
         rounding: Rounding,
         residual: Tensor | None = None,
     ) -> None:
-        self._note("encode")
-        self._kernels.encode(pieces, values, payload, rounding, residual)
+        with self._launched("encode", self._used(pieces, values), [payload, *self._used(pieces, residual)]):
+            self._kernels.encode(pieces, values, payload, rounding, residual)
 
     def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
-        self._note("decode")
-        self._kernels.decode(pieces, payload, values, add=add)
+        used = self._used(pieces, values)
+        with self._launched("decode", [payload, *(used if add else ())], used):
+            self._kernels.decode(pieces, payload, values, add=add)
 
     def reduce(
         self,
@@ -143,8 +238,9 @@ class NotedKernels:
         rounding: Rounding,
         residual: Tensor | None = None,
     ) -> None:
-        self._note("reduce")
-        self._kernels.reduce(pieces, values, payloads, out, scale, rounding, residual)
+        used = self._used(pieces, values)
+        with self._launched("reduce", [*used, *payloads], [*used, out, *self._used(pieces, residual)]):
+            self._kernels.reduce(pieces, values, payloads, out, scale, rounding, residual)
 
 
 class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
@@ -153,10 +249,14 @@ class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
     def __init__(self, device: StandInDevice, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._device = device
+        self._stream = Stream("NCCL's")
+        self._met: list[Meeting] = []
         self._tag = 0
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         self._device.say("exchange", self._device.here.name, sum(payload.numel() for payload in inputs))
+        meeting = self._device.meet(self._stream, inputs, outputs)
+        self._met = [meeting, *(each for each in self._met if each.stashed is not None)]
         self._tag += 1
         works = []
         for peer, (output, payload) in enumerate(zip(outputs, inputs, strict=True)):
@@ -166,7 +266,7 @@ class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
             # As NCCL does, which meets every peer, empty messages too.
             works.append(self.recv([output], peer, self._tag))
             works.append(self.send([payload], peer, self._tag))
-        return _Meeting(self._device, works)
+        return _GlooMeeting(meeting, works)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         average = opts.reduceOp == dist.ReduceOp.AVG
@@ -183,15 +283,90 @@ class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
         self._device.say("shutdown")
 
 
-class _Meeting:
-    def __init__(self, device: StandInDevice, works: list[Any]) -> None:
-        self._device = device
-        self._works = works
+@dataclass(frozen=True, slots=True)
+class _GlooMeeting:
+    meeting: Meeting
+    works: list[Any]
 
     def wait(self) -> None:
-        self._device.say("arrived", self._device.here.name)
-        for work in self._works:
+        self.meeting.wait()
+        for work in self.works:
             work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderedMessage:
+    message: Pending
+    arrived: Callable[[], None]
+
+    def wait(self) -> None:
+        self.message.wait()
+        self.arrived()
+
+    def done(self) -> bool:
+        done = self.message.done()
+        if done:
+            self.arrived()
+        return done
+
+
+class OrderedTransport:
+    """A transport of the host's: what it sends must be there, and nobody may change it meanwhile."""
+
+    def __init__(self, transport: Transport, device: StandInDevice) -> None:
+        self._transport, self._order = transport, device.order
+
+    def send(self, payload: Tensor, peer: int, tag: int) -> Pending:
+        arrived = self._order.on_host(f"a message to {peer}", reads=[payload])
+        return _OrderedMessage(self._transport.send(payload, peer, tag), arrived)
+
+    def receive(self, payload: Tensor, peer: int, tag: int) -> Pending:
+        arrived = self._order.on_host(f"a message from {peer}", writes=[payload])
+        return _OrderedMessage(self._transport.receive(payload, peer, tag), arrived)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "timeout":
+            self._transport.timeout = value
+        else:
+            super().__setattr__(name, value)
+
+
+class OrderedStagedExchange(StagedExchange):
+    def __init__(self, device: Any, transports: Sequence[Transport | None], *more: Any) -> None:
+        ordered = {each: OrderedTransport(each, device) for each in transports if each is not None}
+        super().__init__(device, [None if each is None else ordered[each] for each in transports], *more)
+
+
+class OrderedSharedGroup:
+    """The native executor, which works on pinned memory from `submit` on until it has been waited for."""
+
+    def __init__(self, shared: SharedGroup, device: StandInDevice) -> None:
+        self._shared, self._order = shared, device.order
+        self._under_way: dict[int, Callable[[], None]] = {}
+
+    def submit(self, prepared: Prepared, address: int, *more: Any, **options: Any) -> tuple[int, int]:
+        memory = Span(address, address + prepared.nbytes)
+        arrived = self._order.on_host("the native executor", writes=[memory])
+        number, sequence = self._shared.submit(prepared, address, *more, **options)
+        self._under_way[number] = arrived
+        return number, sequence
+
+    def wait(self, number: int, slice_ms: int) -> bool:
+        done = self._shared.wait(number, slice_ms)
+        if done:
+            self._under_way.pop(number)()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shared, name)
+
+
+class OrderedSharedExchange(SharedExchange):
+    def __init__(self, device: Any, shared: SharedGroup, *more: Any) -> None:
+        super().__init__(device, OrderedSharedGroup(shared, device), *more)  # type: ignore[arg-type]
 
 
 class StandInGroup(ProcessGroupCGX):
@@ -201,6 +376,8 @@ class StandInGroup(ProcessGroupCGX):
 
     def _engine(self, joining: Joining) -> Engine:
         self.device = StandInDevice()
+        exchanges.StagedExchange = OrderedStagedExchange  # type: ignore[misc]
+        exchanges.SharedExchange = OrderedSharedExchange  # type: ignore[misc]
         self.kernels: NotedKernels | None = None
 
         def make_kernels() -> Kernels:
@@ -211,6 +388,10 @@ class StandInGroup(ProcessGroupCGX):
 
     def _new_group(self, joining: Joining, name: str) -> GlooForNccl:
         return GlooForNccl(self.device, joining.prefixed(name), joining.rank, joining.world, joining.timeout)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.device.order.check()
 
 
 def create(options: Any, backend_options: Any = None) -> StandInGroup:
