@@ -127,15 +127,18 @@ class Order:
 
     def record(self, stream: Actor) -> Clock:
         with self._lock:
+            self._settle()
             stream.learn(self.host.clock)
             return dict(stream.clock)
 
     def hold_back(self, stream: Actor, event: Clock) -> None:
         with self._lock:
+            self._settle()
             stream.learn(event)
 
     def host_waits(self, event: Clock) -> None:
         with self._lock:
+            self._settle()
             self.host.learn(event)
 
     def keep(self, tensor: Tensor, stream: Actor) -> None:
@@ -201,6 +204,12 @@ class Order:
             self._settle()
             self._block_of(tensor, owner)
         return tensor
+
+    def memory_at(self, address: int) -> Span:
+        """All that was allocated there, for those who have but a pointer."""
+        with self._lock:
+            self._settle()
+            return self._blocks[address].where
 
     def _block_of(self, tensor: Tensor, *owners: Actor | None) -> _Block | None:
         """Its block; new if it has not been seen, of this owner."""

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from happens_before import Actor, Clock, Order, Span
+from happens_before import Actor, Clock, Order
 from torch_cgx.backend import ProcessGroupCGX
 from torch_cgx.cuda import Engine, exchanges
 from torch_cgx.executors.shared_exchange import SharedExchange
@@ -147,29 +148,37 @@ class Meeting:
 class StandInFuture(torch.futures.Future[Any]):
     """As torch's futures of CUDA: whoever waits holds back his stream; a callback has a stream of its own, held back.
 
-    DDP waits for what callbacks have made in C++, which nobody sees: the caller's stream is held back for it at once.
+    Both streams are told to the allocator, as far as the result's tensors go. DDP waits for what callbacks have made in
+    C++, which nobody sees: the caller's stream is held back for it at once.
     """
 
     def __init__(self, device: StandInDevice) -> None:
         super().__init__()
         self._device = device
         self._end: Clock = {}
+        self._tensors: list[Tensor] = []
 
     def set_result(self, result: Any) -> None:
         self._end = self._device.order.record(self._device.here)
+        self._tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         super().set_result(result)
 
     def wait(self) -> Any:
         result = super().wait()
-        self._device.order.hold_back(self._device.here, self._end)
+        self._synchronize(self._device.here)
         return result
+
+    def _synchronize(self, stream: Stream) -> None:
+        self._device.order.hold_back(stream, self._end)
+        for tensor in self._tensors:
+            self._device.order.keep(tensor, stream)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         made = StandInFuture(self._device)
 
         def run(_: object) -> None:
             stream = self._device.callback_stream()
-            self._device.order.hold_back(stream, self._end)
+            self._synchronize(stream)
             with self._device.using(stream):
                 try:
                     result = callback(self)
@@ -261,7 +270,7 @@ class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
         works = []
         for peer, (output, payload) in enumerate(zip(outputs, inputs, strict=True)):
             if peer == self.rank():
-                assert not output.numel() and not payload.numel()
+                output.copy_(payload)
                 continue
             # As NCCL does, which meets every peer, empty messages too.
             works.append(self.recv([output], peer, self._tag))
@@ -317,10 +326,14 @@ class OrderedTransport:
         self._transport, self._order = transport, device.order
 
     def send(self, payload: Tensor, peer: int, tag: int) -> Pending:
+        if self._order.is_unseen:
+            return self._transport.send(payload, peer, tag)
         arrived = self._order.on_host(f"a message to {peer}", reads=[payload])
         return _OrderedMessage(self._transport.send(payload, peer, tag), arrived)
 
     def receive(self, payload: Tensor, peer: int, tag: int) -> Pending:
+        if self._order.is_unseen:
+            return self._transport.receive(payload, peer, tag)
         arrived = self._order.on_host(f"a message from {peer}", writes=[payload])
         return _OrderedMessage(self._transport.receive(payload, peer, tag), arrived)
 
@@ -335,9 +348,20 @@ class OrderedTransport:
 
 
 class OrderedStagedExchange(StagedExchange):
+    """What the ranks tell each other of the call is in tensors of the host, which look like the device's here."""
+
     def __init__(self, device: Any, transports: Sequence[Transport | None], *more: Any) -> None:
         ordered = {each: OrderedTransport(each, device) for each in transports if each is not None}
         super().__init__(device, [None if each is None else ordered[each] for each in transports], *more)
+        self._order: Order = device.order
+
+    def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
+        with self._order.unseen():
+            super().begin(number, agreed, peers)
+
+    def finish_agreement(self) -> None:
+        with self._order.unseen():
+            super().finish_agreement()
 
 
 class OrderedSharedGroup:
@@ -348,8 +372,7 @@ class OrderedSharedGroup:
         self._under_way: dict[int, Callable[[], None]] = {}
 
     def submit(self, prepared: Prepared, address: int, *more: Any, **options: Any) -> tuple[int, int]:
-        memory = Span(address, address + prepared.nbytes)
-        arrived = self._order.on_host("the native executor", writes=[memory])
+        arrived = self._order.on_host("the native executor", writes=[self._order.memory_at(address)])
         number, sequence = self._shared.submit(prepared, address, *more, **options)
         self._under_way[number] = arrived
         return number, sequence

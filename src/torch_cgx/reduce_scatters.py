@@ -28,11 +28,14 @@ class ReduceScatters(CarriedCollectives):
     def _allreduce(self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any) -> Any:
         raise NotImplementedError
 
+    def _side(self, tensor: Tensor) -> Any:
+        raise NotImplementedError
+
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_from(c10d.ReduceScatterOptions, opts)
-        if outputs[0].device.type != "cpu":
+        if self._side(outputs[0]) is not None:
             run = partial(self._backend(outputs[0]).reduce_scatter, outputs, inputs, opts)
             return self._carry("reduce_scatter", run, outputs[0].dtype, None, list(outputs))
         output, shares = outputs[0], inputs[0]
@@ -46,7 +49,7 @@ class ReduceScatters(CarriedCollectives):
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = options_from(c10d.ReduceScatterOptions, opts)
-        if input.device.type != "cpu":
+        if self._side(input) is not None:
             run = partial(self._backend(input)._reduce_scatter_base, output, input, opts)
             return self._carry("reduce_scatter_tensor", run, input.dtype, tuple(input.shape), [output])
         if input.numel() != output.numel() * self._world:
