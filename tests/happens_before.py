@@ -301,11 +301,11 @@ class _Watch(TorchDispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             (writes if written else reads).extend(each for each in tree_leaves(given) if _has_memory(each))
         there = {each.untyped_storage().data_ptr() for each in (*reads, *writes)}
-        results = [each for each in tree_leaves(result) if _has_memory(each)]
-        fresh = [each for each in results if each.untyped_storage().data_ptr() not in there]
+        results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        fresh = [e for e in results if _has_memory(e) and e.untyped_storage().data_ptr() not in there]
         for each in fresh:
             self._order.allocated(each, stream)
-        if writes or fresh or not results:  # all others are views
+        if writes or fresh or not (results and func.is_view):  # all others are views
             self._order.enqueue(stream, str(func), reads, [*writes, *fresh])
 
 

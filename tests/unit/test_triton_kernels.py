@@ -148,7 +148,7 @@ def test_a_table_of_layers_with_different_bits_and_blocks_matches_the_oracle(dty
 
 
 def test_tiles_that_are_not_full_may_start_at_any_value() -> None:
-    rows = [(5, 32, 1, False), (200, 4, 96, False)]
+    rows = [(5, 32, 1, False), (800, 4, 96, False)]
     assert WHOLE in kinds(rows)
     check(rows, torch.float32, NEAREST, payloads=1)
 
