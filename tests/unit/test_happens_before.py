@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from happens_before import Race
-from standin import (
-    Meeting,
-    NotedKernels,
-    OrderedStagedExchange,
-    OrderedTransport,
-    StandInDevice,
-    StandInFuture,
-    Stream,
-)
+from ordered_staging import OrderedStagedExchange, OrderedTransport
+from standin import Meeting, NotedKernels, StandInDevice, StandInFuture, Stream
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda.side import CudaSide
 from torch_cgx.executors.computing import Reduction
