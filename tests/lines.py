@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -47,22 +48,31 @@ def read(folder: Path) -> Lines:
     return {(name, line) for file in folder.iterdir() for name, line in json.loads(file.read_text())}
 
 
-def unexecuted(file: Path, seen: Lines) -> list[str]:
-    """The first lines of statements in functions that nobody executed; protocols have none."""
+def unexecuted(file: Path, seen: Lines, about: re.Pattern[str] | None = None) -> list[str]:
+    """The first lines of statements in functions that nobody executed; protocols and functions to override have none.
+
+    With `about` only statements that it is found in, and those of branches and functions with it at their head.
+    """
     source = file.read_text()
     lines = source.splitlines()
     found = []
-    for statement in _statements(ast.parse(source), inside=False):
+    for statement in _statements(ast.parse(source), inside=False, about=about):
         span = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
         if not any((str(file), line) in seen for line in span):
             found.append(lines[statement.lineno - 1].strip())
     return found
 
 
-def _statements(node: ast.AST, inside: bool) -> Iterator[ast.stmt]:
+def _statements(node: ast.AST, inside: bool, about: re.Pattern[str] | None) -> Iterator[ast.stmt]:
     """Those of functions that are not made of others."""
     if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases):
         return
+    head = node.test if isinstance(node, ast.If) else None
+    if about is not None and (
+        (head is not None and about.search(ast.unparse(head)))
+        or (isinstance(node, ast.FunctionDef) and about.search(node.name))
+    ):
+        about = None
     for child in ast.iter_child_nodes(node):
         is_docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
         if (
@@ -70,6 +80,12 @@ def _statements(node: ast.AST, inside: bool) -> Iterator[ast.stmt]:
             and isinstance(child, ast.stmt)
             and not isinstance(child, (*_COMPOUND, ast.Pass))
             and not is_docstring
+            and not _must_be_overridden(child)
+            and (about is None or about.search(ast.unparse(child)))
         ):
             yield child
-        yield from _statements(child, inside or isinstance(child, ast.FunctionDef))
+        yield from _statements(child, inside or isinstance(child, ast.FunctionDef), about)
+
+
+def _must_be_overridden(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Raise) and ast.unparse(statement) == "raise NotImplementedError"

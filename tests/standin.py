@@ -1,15 +1,16 @@
 """A device that is none: streams and events that write down what is asked of them, on CPU tensors.
 
 What runs on it is the CUDA path but for the calls into CUDA themselves: `StandInDevice` takes the place of
-`CudaDevice`, a Gloo group that of NCCL's, and CPU tensors are taken for CUDA tensors.
+`CudaDevice`, a Gloo group that of NCCL's, and CPU tensors are taken for CUDA tensors. Whatever uses memory is held to
+the order that streams and events make (happens_before.py): a missing wait raises, though all runs in order here.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,9 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from happens_before import Actor, Clock, Order
+from ordered_staging import OrderedSharedExchange, OrderedStagedExchange
 from torch_cgx.backend import ProcessGroupCGX
-from torch_cgx.cuda import Engine
+from torch_cgx.cuda import Engine, exchanges
 from torch_cgx.kernels import Kernels, Piece, Rounding
 from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.membership import Joining
@@ -27,14 +31,14 @@ from torch_cgx.membership import Joining
 UNWRITTEN = 0xA5  # what fresh memory holds: a byte that somebody reads too early shows by it
 
 
-@dataclass(eq=False)
-class Stream:
-    name: str
+class Stream(Actor):
+    """Known by its name."""
 
 
 @dataclass(frozen=True)
 class Event:
     number: int
+    clock: Clock = field(default_factory=dict, compare=False, repr=False)
 
 
 class StandInDevice:
@@ -47,8 +51,10 @@ class StandInDevice:
         self.capturing = False
         self.registered: dict[int, int] = {}  # address and length of memory on the host
         self._default = Stream("caller")
+        self.order = Order(self._default)
         self._here = threading.local()
         self._sides = 0
+        self._callbacks = 0
         self._events = 0
 
     @property
@@ -73,35 +79,48 @@ class StandInDevice:
     def using(self, stream: Stream) -> Iterator[None]:
         before, self._here.stream = self.here, stream
         try:
-            yield
+            with self.watching():
+                yield
         finally:
             self._here.stream = before
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Meanwhile torch's operations on this thread are held to the order, too; as they are inside of `using`."""
+        return self.order.watching(lambda: self.here)
 
     def record(self, stream: Stream) -> Event:
         self._events += 1
         self.say("record", self._events, stream.name)
-        return Event(self._events)
+        return Event(self._events, self.order.record(stream))
 
     def hold_back(self, stream: Stream, event: Event) -> None:
         self.say("hold back", stream.name, event.number)
+        self.order.hold_back(stream, event.clock)
 
     def is_done(self, event: Event) -> bool:
+        self.order.host_waits(event.clock)
         return True
 
     def synchronize(self, event: Event) -> None:
         self.say("synchronize", event.number)
+        self.order.host_waits(event.clock)
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         self.say("keep", tensor.numel(), stream.name)
+        self.order.keep(tensor, stream)
 
     def is_capturing(self) -> bool:
         return self.capturing
 
     def empty(self, nbytes: int, where: torch.device) -> Tensor:
-        return torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8, device=where)
+        with self.order.unseen():
+            fresh = torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8, device=where)
+        return self.order.allocated(fresh, self.here)
 
     def pinned(self, nbytes: int) -> Tensor:
-        return torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8)
+        with self.order.unseen():
+            fresh = torch.full((nbytes,), UNWRITTEN, dtype=torch.uint8)
+        return self.order.allocated(fresh, None)
 
     def register(self, tensor: Tensor) -> bool:
         if self.registers:
@@ -113,7 +132,76 @@ class StandInDevice:
 
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
         self.say("future")
-        return torch.futures.Future()
+        return StandInFuture(self)
+
+    def callback_stream(self) -> Stream:
+        self._callbacks += 1
+        return Stream(f"callback {self._callbacks}")
+
+    def meet(self, stream: Stream, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Meeting:
+        """An exchange as NCCL makes it: on a stream of its own, which first waits for the current one."""
+        self.order.hold_back(stream, self.order.record(self.here))
+        self.order.enqueue(stream, "exchange", outgoing, incoming)
+        return Meeting(self, self.order.record(stream), (outgoing, incoming))
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    device: StandInDevice
+    end: Clock
+    stashed: object  # the payloads, which NCCL holds until it is waited for
+
+    def wait(self) -> None:
+        self.device.say("arrived", self.device.here.name)
+        self.device.order.hold_back(self.device.here, self.end)
+        self.stashed = None
+
+
+class StandInFuture(torch.futures.Future[Any]):
+    """As torch's futures of CUDA: whoever waits holds back his stream; a callback has a stream of its own, held back.
+
+    Both streams are told to the allocator, as far as the result's tensors go. DDP waits for what callbacks have made in
+    C++, which nobody sees: the caller's stream is held back for it at once.
+    """
+
+    def __init__(self, device: StandInDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._end: Clock = {}
+        self._tensors: list[Tensor] = []
+
+    def set_result(self, result: Any) -> None:
+        self._end = self._device.order.record(self._device.here)
+        self._tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        super().set_result(result)
+
+    def wait(self) -> Any:
+        result = super().wait()
+        self._synchronize(self._device.here)
+        return result
+
+    def _synchronize(self, stream: Stream) -> None:
+        self._device.order.hold_back(stream, self._end)
+        for tensor in self._tensors:
+            self._device.order.keep(tensor, stream)
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        made = StandInFuture(self._device)
+
+        def run(_: object) -> None:
+            stream = self._device.callback_stream()
+            self._synchronize(stream)
+            with self._device.using(stream):
+                try:
+                    result = callback(self)
+                except Exception as error:
+                    made.set_exception(error)  # type: ignore[arg-type]
+                    return
+                made.set_result(result)
+            self._device.order.hold_back(self._device._default, made._end)
+
+        super().then(run)
+        return made
 
 
 class NotedKernels:
@@ -128,10 +216,22 @@ class NotedKernels:
     def name(self) -> str:
         return self._kernels.name
 
-    def _note(self, kernel: str) -> None:
-        self._device.say(kernel, self._device.here.name)
+    @contextmanager
+    def _launched(self, kernel: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Iterator[None]:
+        device = self._device
+        device.say(kernel, device.here.name)
         if kernel == self.fails_at:
             raise RuntimeError("an illegal memory access was encountered")
+        device.order.enqueue(device.here, kernel, reads, writes)
+        with device.order.unseen():
+            yield
+
+    def _used(self, pieces: Sequence[Piece], values: Tensor | None) -> list[Tensor]:
+        """The part of a tensor that the pieces lie in."""
+        if values is None or not pieces:
+            return []
+        first = min(piece.offset for piece in pieces)
+        return [values[first : max(piece.offset + piece.numel for piece in pieces)]]
 
     def encode(
         self,
@@ -141,12 +241,13 @@ class NotedKernels:
         rounding: Rounding,
         residual: Tensor | None = None,
     ) -> None:
-        self._note("encode")
-        self._kernels.encode(pieces, values, payload, rounding, residual)
+        with self._launched("encode", self._used(pieces, values), [payload, *self._used(pieces, residual)]):
+            self._kernels.encode(pieces, values, payload, rounding, residual)
 
     def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
-        self._note("decode")
-        self._kernels.decode(pieces, payload, values, add=add)
+        used = self._used(pieces, values)
+        with self._launched("decode", [payload, *(used if add else ())], used):
+            self._kernels.decode(pieces, payload, values, add=add)
 
     def reduce(
         self,
@@ -158,8 +259,9 @@ class NotedKernels:
         rounding: Rounding,
         residual: Tensor | None = None,
     ) -> None:
-        self._note("reduce")
-        self._kernels.reduce(pieces, values, payloads, out, scale, rounding, residual)
+        used = self._used(pieces, values)
+        with self._launched("reduce", [*used, *payloads], [*used, out, *self._used(pieces, residual)]):
+            self._kernels.reduce(pieces, values, payloads, out, scale, rounding, residual)
 
 
 class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
@@ -168,20 +270,24 @@ class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
     def __init__(self, device: StandInDevice, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._device = device
+        self._stream = Stream("NCCL's")
+        self._met: list[Meeting] = []
         self._tag = 0
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         self._device.say("exchange", self._device.here.name, sum(payload.numel() for payload in inputs))
+        meeting = self._device.meet(self._stream, inputs, outputs)
+        self._met = [meeting, *(each for each in self._met if each.stashed is not None)]
         self._tag += 1
         works = []
         for peer, (output, payload) in enumerate(zip(outputs, inputs, strict=True)):
             if peer == self.rank():
-                assert not output.numel() and not payload.numel()
+                output.copy_(payload)
                 continue
             # As NCCL does, which meets every peer, empty messages too.
             works.append(self.recv([output], peer, self._tag))
             works.append(self.send([payload], peer, self._tag))
-        return _Meeting(self._device, works)
+        return _GlooMeeting(meeting, works)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         average = opts.reduceOp == dist.ReduceOp.AVG
@@ -205,14 +311,14 @@ class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
         self._device.say("abort")
 
 
-class _Meeting:
-    def __init__(self, device: StandInDevice, works: list[Any]) -> None:
-        self._device = device
-        self._works = works
+@dataclass(frozen=True, slots=True)
+class _GlooMeeting:
+    meeting: Meeting
+    works: list[Any]
 
     def wait(self) -> None:
-        self._device.say("arrived", self._device.here.name)
-        for work in self._works:
+        self.meeting.wait()
+        for work in self.works:
             work.wait()
 
 
@@ -226,6 +332,8 @@ class StandInGroup(ProcessGroupCGX):
 
     def _engine(self, joining: Joining) -> Engine:
         self.device = StandInDevice()
+        exchanges.StagedExchange = OrderedStagedExchange  # type: ignore[misc]
+        exchanges.SharedExchange = OrderedSharedExchange  # type: ignore[misc]
         self.kernels: NotedKernels | None = None
 
         def make_kernels() -> Kernels:
@@ -237,6 +345,10 @@ class StandInGroup(ProcessGroupCGX):
     def _new_group(self, joining: Joining, name: str, ranks: Sequence[int]) -> GlooForNccl:
         store = joining.prefixed(name)
         return GlooForNccl(self.device, store, ranks.index(joining.rank), len(ranks), joining.timeout)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.device.order.check()
 
 
 def create(options: Any, backend_options: Any = None) -> StandInGroup:

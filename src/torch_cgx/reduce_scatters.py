@@ -29,6 +29,9 @@ class ReduceScatters(CarriedCollectives):
     def _allreduce(self, operation: str, tensor: Tensor, result: list[Tensor], opts: Any) -> Any:
         raise NotImplementedError
 
+    def _side(self, tensor: Tensor) -> Any:
+        raise NotImplementedError
+
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]

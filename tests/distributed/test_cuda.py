@@ -6,7 +6,7 @@ A group of backend "standin" (standin.py) takes CPU tensors for CUDA tensors.
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +45,12 @@ def the_group() -> StandInGroup:
     return group
 
 
+def watched() -> AbstractContextManager[None]:
+    """On a stand-in, what this thread does with tensors on the caller's stream is held to the order, too."""
+    group = dist.group.WORLD
+    return group.device.watching() if isinstance(group, StandInGroup) else nullcontext()
+
+
 def sums(me: Rank, backend: str) -> list[str]:
     start(me, backend)
     digests = []
@@ -52,7 +58,10 @@ def sums(me: Rank, backend: str) -> list[str]:
         for dtype in DTYPES:
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
                 x = noise(me.rank, numel, dtype)
-                dist.all_reduce(x, op=op)
+                with watched():
+                    x.mul_(1)
+                    dist.all_reduce(x, op=op)
+                    x.add(1)
                 if not dist.group.WORLD.settings.stochastic:
                     within_bound(x, me.world, 4, average=op == dist.ReduceOp.AVG)
                 digests.append(digest(x))
@@ -75,7 +84,10 @@ def test_the_bits_are_those_of_the_cpu_path(way: str, stochastic: str) -> None:
 def large_sum(me: Rank, backend: str) -> str:
     start(me, backend).set_timeout(timedelta(seconds=60))
     x = noise(me.rank, 100_000, torch.bfloat16 if me.world == 5 else torch.float32)
-    dist.all_reduce(x)
+    with watched():
+        x.mul_(1)
+        dist.all_reduce(x)
+        x.add(1)
     return digest(x)
 
 
@@ -186,9 +198,15 @@ def waits_and_futures(me: Rank, staged: bool) -> None:
     y = noise(me.rank, 5000)
     future = dist.all_reduce(y, async_op=True).get_future()  # type: ignore[union-attr]
     seen: list[str] = []
-    after = future.then(lambda f: seen.append(group.device.here.name) or f.value()[0])  # type: ignore[func-returns-value]
-    assert torch.equal(after.wait(), x) and digest(y) == digest(x)
-    assert seen == ["side 2"] or not staged  # it was complete when the callback came
+
+    def negated(done: Any) -> Tensor:
+        seen.append(group.device.here.name)
+        return -done.value()[0]
+
+    after = future.then(negated)
+    with watched():
+        assert torch.equal(after.wait(), -x) and torch.equal(y, x)
+    assert len(seen) == 1 and seen[0].startswith("callback")
     assert ("hold back", "side 2", last_done(log)) in log, "a future waits for its operation alone"
     adopted = {entry[1] for entry in log if entry[0] == "adopt"}
     assert adopted == ({"cgx-staging", "cgx-futures"} if staged else set()), "threads of ours, and only they"

@@ -1,4 +1,7 @@
-"""The CUDA executor on a stand-in device, ranks as threads: the bits of the in-memory executor, in the right order."""
+"""The CUDA executor on a stand-in device, ranks as threads: the bits of the in-memory executor, in the right order.
+
+That the order does not depend on luck is held by happens_before.py: what it would find is in test_happens_before.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from standin import NotedKernels, StandInDevice
+from standin import Meeting, NotedKernels, StandInDevice, Stream
 from torch_cgx.algorithms import Topology
 from torch_cgx.executors import memory
 from torch_cgx.executors.computing import Reduction
@@ -55,6 +58,7 @@ class HallExchange:
 
     def __init__(self, hall: Hall, device: StandInDevice, rank: int) -> None:
         self._hall, self._device, self._rank = hall, device, rank
+        self._stream = Stream("exchanges")
         self._number = -1
 
     def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
@@ -64,8 +68,10 @@ class HallExchange:
         self._device.say("exchange", self._device.here.name)
         assert all(payload.numel() <= room_nbytes for payload in (*outgoing, *incoming))
         self._number += 1
-        self._hall.board(self._number)[self._rank] = [payload.clone() for payload in outgoing]
-        return _HallArrival(self._hall, self._device, self._number, self._rank, incoming)
+        meeting = self._device.meet(self._stream, outgoing, incoming)
+        with self._device.order.unseen():
+            self._hall.board(self._number)[self._rank] = [payload.clone() for payload in outgoing]
+        return _HallArrival(self._hall, meeting, self._number, self._rank, incoming)
 
     def set_timeout(self, timeout: timedelta) -> None: ...
 
@@ -75,15 +81,16 @@ class HallExchange:
 
 
 class _HallArrival:
-    def __init__(self, hall: Hall, device: StandInDevice, number: int, rank: int, incoming: Sequence[Tensor]) -> None:
-        self._hall, self._device, self._number, self._rank, self._incoming = hall, device, number, rank, incoming
+    def __init__(self, hall: Hall, meeting: Meeting, number: int, rank: int, incoming: Sequence[Tensor]) -> None:
+        self._hall, self._meeting, self._number, self._rank, self._incoming = hall, meeting, number, rank, incoming
 
     def wait(self) -> None:
-        self._device.say("arrived", self._device.here.name)
+        self._meeting.wait()
         self._hall.barrier.wait()  # all have put down what they send
-        for sender, payloads in self._hall.board(self._number).items():
-            assert payloads[self._rank].numel() == self._incoming[sender].numel()
-            self._incoming[sender].copy_(payloads[self._rank])
+        with self._meeting.device.order.unseen():
+            for sender, payloads in self._hall.board(self._number).items():
+                assert payloads[self._rank].numel() == self._incoming[sender].numel()
+                self._incoming[sender].copy_(payloads[self._rank])
         self._hall.barrier.wait()
 
 
@@ -98,9 +105,14 @@ def run_all(values: Sequence[Tensor], residuals: Sequence[Tensor], **fields: Any
         kernels = NotedKernels(default_kernels(), device)
         executor = CudaExecutor(device, lambda: kernels, HallExchange(hall, device, rank), rank)
         operation = Reduction(values=values[rank], residual=residuals[rank], **fields)
-        enqueued = executor.take(operation)
-        executor.enqueue(operation, enqueued, widened=widened)
-        assert enqueued.done is not None
+        with device.watching():
+            values[rank].mul_(1)  # the caller's stream has made the values
+            enqueued = executor.take(operation)
+            executor.enqueue(operation, enqueued, widened=widened)
+            assert enqueued.done is not None
+            device.hold_back(device.here, enqueued.done)
+            values[rank].add(residuals[rank])  # and reads what came of them
+        device.order.check()
 
     with ThreadPoolExecutor(world) as pool:
         for done in [pool.submit(run, rank) for rank in range(world)]:
@@ -182,6 +194,7 @@ def test_kernels_exchanges_and_events_come_in_this_order() -> None:
             ("arrived", "side 1"),
             ("decode", "side 1"),
             ("record", 2, "side 1"),
+            ("hold back", "caller", 2),
         ]
 
 

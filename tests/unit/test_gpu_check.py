@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_cgx.cli import gpu_check, gpus, main
 from torch_cgx.cli.gpu_check import differing_kernels, examine
 from torch_cgx.cli.processes import RankFailed
+from torch_cgx.cli.progress import Progress
 from torch_cgx.kernels import Kernels, Piece, Rounding
 from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.kernels.reference import ReferenceKernels
@@ -53,7 +54,7 @@ class WrongKernels(ReferenceKernels):
         residual: Tensor | None = None,
     ) -> None:
         super().encode(pieces, values, payload, rounding, residual)
-        if pieces[0].bits == 3 and values.dtype == torch.float16 and rounding.stochastic:
+        if pieces[0].bits == 3 and values.dtype == torch.bfloat16:
             payload[-9] ^= 1
 
 
@@ -66,6 +67,22 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def right(count: int) -> dict[str, Any]:
     assert count == 2
     return {"relative_error": 0.0123}
+
+
+def test_a_rank_puts_its_tensors_where_it_was_asked_to() -> None:
+    assert isinstance(gpus.place_of("cpu"), gpus.Cpu)
+    assert isinstance(gpus.place_of("cuda"), gpus.Cuda)
+
+
+def test_what_carries_collectives_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert gpus.Cuda().library() is None
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert gpus.Cuda().library() == "NCCL 2.30.1"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert gpus.Cuda().library() == "RCCL 2.30.1"
 
 
 def test_without_gpus_it_is_one_line() -> None:
@@ -84,6 +101,20 @@ def test_gpus_that_are_well() -> None:
         "all_reduce of 64 MB at 4 bits on 2 GPUs": "right: relative error 1.2e-02, the same bits on all GPUs",
     }
     assert not found.problems and not found.advice
+
+
+def test_how_far_it_is_shows_on_stderr(capsys: Capture) -> None:
+    """Every width, every type and both roundings are tried, and named while they are: Triton compiles for minutes."""
+    examine(Fake(), default_kernels, right)
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert len(lines) == len(gpu_check.TRIALS) + 1 and not said.out
+    assert lines[0] == "cgx doctor:   0%, kernels: 1 bits, float32, nearest"
+    for each in (*(f"{bits} bits" for bits in range(1, 9)), "float16", "bfloat16", "stochastic"):
+        assert each in said.err
+    assert lines[-1].endswith("all_reduce on 2 GPUs")
+    examine(Fake(0), default_kernels)
+    assert not capsys.readouterr().err
 
 
 def test_one_gpu_has_nobody_to_reduce_with() -> None:
@@ -106,9 +137,10 @@ def test_what_is_missing_must_be_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_that_make_other_bytes_are_named_by_width_and_type() -> None:
-    assert differing_kernels(default_kernels(), gpus.Cpu()) == []
+    with Progress("test") as progress:
+        assert differing_kernels(default_kernels(), gpus.Cpu(), progress) == []
     found = examine(Fake(), WrongKernels, right)
-    assert found.problems == ["kernels on GPUs: 3 bits, float16, stochastic: other bytes"]
+    assert found.problems == ["kernels on GPUs: 3 bits, bfloat16, nearest: other bytes"]
     assert found.facts["kernels on GPUs"] == "not those of the CPU"
 
 

@@ -147,6 +147,12 @@ def test_a_table_of_layers_with_different_bits_and_blocks_matches_the_oracle(dty
     check(MIXED, dtype, NEAREST)
 
 
+def test_tiles_that_are_not_full_may_start_at_any_value() -> None:
+    rows = [(5, 32, 1, False), (800, 4, 96, False)]
+    assert WHOLE in kinds(rows)
+    check(rows, torch.float32, NEAREST, payloads=1)
+
+
 @pytest.mark.parametrize("shift", [1, 4])
 def test_slots_may_start_at_any_byte(shift: int) -> None:
     rows = [(200, 4, 32, True), (5, 32, 1, False), (30, 3, 9, True)]
@@ -275,6 +281,34 @@ def test_a_table_is_made_once_for_a_tuple_of_pieces(monkeypatch: pytest.MonkeyPa
     assert len(made) == 3
 
 
+def test_not_all_tables_are_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_cgx.kernels.triton._KEPT_TABLES", 2)
+    kernels = Counting()
+    for numel in (32, 64, 96):
+        pieces, numel, nbytes = table_of([(numel, 4, 32, False)], torch.float32)
+        kernels.decode(pieces, torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(numel))
+    assert len(kernels._tables) == 1
+
+
+def test_a_new_table_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be copied to the device, which a graph would do again and again from memory that is gone."""
+    kernels, pieces = Counting(), (piece_for(64, 4, 32),)
+    monkeypatch.setattr(kernels, "_device", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a CUDA graph is being captured: run the same operation once before"):
+        kernels._kept(pieces, torch.zeros(64), True)
+
+
+def test_a_triton_that_is_too_old_or_not_there_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("triton.__version__", "3.3.1")
+        with pytest.raises(RuntimeError, match=r"expected Triton 3\.4 or newer.* got 3\.3\.1"):
+            TritonKernels()
+    monkeypatch.setitem(sys.modules, "triton.runtime", None)
+    with pytest.raises(RuntimeError, match=r"pip install pytorch-cgx\[cuda\]"):
+        TritonKernels()
+
+
 def test_every_value_belongs_to_one_program_of_one_run() -> None:
     """Whatever the table: programs of all runs cover all values once, quantized and raw."""
     for rows in (MIXED, [(5_000_000, 4, 1024, False)], [(70_000, 2, 65536, True), (3, 8, 32, True)]):
@@ -310,6 +344,10 @@ def test_what_does_not_fit_is_refused_with_what_was_expected() -> None:
         kernels.decode((piece,), slot, torch.zeros(64, dtype=torch.float64))
     with pytest.raises(ValueError, match="bits of a piece: expected 1 to 8, or 32, got 9"):
         kernels.decode((Piece(0, 64, 9, 32, 0, 0),), torch.zeros(99, dtype=torch.uint8), torch.zeros(64))
+    with pytest.raises(ValueError, match="block of a piece: expected at least 1, got 0"):
+        kernels.decode((Piece(0, 64, 4, 0, 0, 0),), torch.zeros(99, dtype=torch.uint8), torch.zeros(64))
+    with pytest.raises(ValueError, match="residual: expected it on cpu, got meta"):
+        kernels.encode((piece,), torch.zeros(64), slot, NEAREST, torch.zeros(64, device="meta"))
     for residual in (torch.zeros(63), torch.zeros(64, dtype=torch.float64), torch.zeros(128)[::2]):
         with pytest.raises(ValueError, match="residual: expected at least 64 contiguous float32"):
             kernels.encode((piece,), torch.zeros(64), slot, NEAREST, residual)

@@ -3,6 +3,8 @@
 1. Names, NCCL (or RCCL), Triton, and which pairs of GPUs reach each other's memory.
 2. On one GPU: the payloads that the Triton kernels make, against those of the CPU kernels, to the byte.
 3. On all of them, if there are several: one process each, a compressed all_reduce of 64 MB against the exact sum.
+
+The last two take a while, and say on stderr how far they are.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 
 from torch_cgx.cli.gpus import Gpus, Place
 from torch_cgx.cli.processes import RankFailed, run_ranks
+from torch_cgx.cli.progress import Progress
 from torch_cgx.kernels import Kernels, Rounding
 from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.layout import Layer, make_layout
@@ -27,7 +30,13 @@ __all__ = ["Findings", "check_allreduce", "differing_kernels", "examine"]
 CHECK_NBYTES = 64 << 20
 BITS, BLOCK = 4, 1024
 KERNEL_NUMEL = 100_003  # with an incomplete block, and a byte that two blocks share where widths are odd
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Width, type, stochastic: every width, type and rounding once, since each makes Triton compile three kernels.
+TRIALS = (
+    *((bits, torch.float32, False) for bits in range(1, 9)),
+    (BITS, torch.float32, True),
+    (BITS, torch.float16, False),
+    (3, torch.bfloat16, False),
+)
 
 
 @dataclass(slots=True)
@@ -60,14 +69,16 @@ def examine(
         found.facts["kernels on GPUs"] = "missing"
         found.problems.append("Triton is missing, CUDA tensors cannot be compressed: pip install triton")
         return found
-    try:
-        differing = differing_kernels(make_kernels(), gpus)
-    except Exception as error:  # whatever a compiler or driver may say, the rest of the report is wanted too
-        differing = [f"they failed: {type(error).__name__}: {error}"]
-    found.facts["kernels on GPUs"] = "not those of the CPU" if differing else "the bytes of the CPU's"
-    found.problems += [f"kernels on GPUs: {what}" for what in differing]
-    if library is not None and count > 1 and not differing:
-        _try_allreduce(found, count, check or check_allreduce)
+    with Progress("cgx doctor") as progress:
+        try:
+            differing = differing_kernels(make_kernels(), gpus, progress)
+        except Exception as error:  # whatever a compiler or driver may say, the rest of the report is wanted too
+            differing = [f"they failed: {type(error).__name__}: {error}"]
+        found.facts["kernels on GPUs"] = "not those of the CPU" if differing else "the bytes of the CPU's"
+        found.problems += [f"kernels on GPUs: {what}" for what in differing]
+        if library is not None and count > 1 and not differing:
+            progress.update(len(TRIALS) / (len(TRIALS) + 1), f"all_reduce on {count} GPUs")
+            _try_allreduce(found, count, check or check_allreduce)
     return found
 
 
@@ -89,19 +100,18 @@ def check_allreduce(count: int) -> dict[str, Any]:
     return dict(told[0])
 
 
-def differing_kernels(kernels: Kernels, place: Place) -> list[str]:
+def differing_kernels(kernels: Kernels, place: Place, progress: Progress) -> list[str]:
     """What these kernels do otherwise than the CPU's: widths and types by name; nothing where all bytes are alike."""
     differing = []
     generator = torch.Generator().manual_seed(0)
-    for dtype in DTYPES:
+    for number, (bits, dtype, stochastic) in enumerate(TRIALS):
+        name = f"{bits} bits, {str(dtype).removeprefix('torch.')}, {'stochastic' if stochastic else 'nearest'}"
+        progress.update(number / (len(TRIALS) + 1), f"kernels: {name}")
         values = torch.randn(KERNEL_NUMEL, generator=generator).to(dtype)
-        for bits in range(1, 9):
-            for stochastic in (False, True):
-                ours = _trial(default_kernels(), values.clone(), bits, stochastic)
-                theirs = _trial(kernels, place.put(values.clone()), bits, stochastic)
-                if not all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)):
-                    rounding = "stochastic" if stochastic else "nearest"
-                    differing.append(f"{bits} bits, {str(dtype).removeprefix('torch.')}, {rounding}: other bytes")
+        ours = _trial(default_kernels(), values.clone(), bits, stochastic)
+        theirs = _trial(kernels, place.put(values.clone()), bits, stochastic)
+        if not all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)):
+            differing.append(f"{name}: other bytes")
     return differing
 
 

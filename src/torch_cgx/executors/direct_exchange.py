@@ -13,6 +13,7 @@ Between step 1 and the peers' step 2 lies this rank's message, which they have w
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections import deque
@@ -38,7 +39,7 @@ _LAG = 3  # exchanges under way at once before the first is waited for; slices o
 _BLOCKS = 2 * _LAG
 _ALIGNMENT = 64
 _LEAST_NBYTES = 1 << 16  # of a block; from there on they double
-_TOLD = 3  # numbers in a message: of the block's file, its length, and where the payload starts
+_Message = ctypes.c_int64 * 3  # the number of the block's file, its length, and where the payload starts
 
 
 @dataclass(slots=True)
@@ -108,6 +109,7 @@ class DirectExchange:
         self._call = call
         self._rank = rank
         self._pids = tuple(pids)
+        self._peers = [peer for peer in range(len(pids)) if peer != rank]
         self._agreed = self._number = 0
         self._mine: list[Block | None] = [None] * _BLOCKS
         self._theirs: dict[tuple[int, int], Block] = {}  # by rank and place in the ring
@@ -122,18 +124,21 @@ class DirectExchange:
         if len(self._recent) == _LAG:
             self._recent.popleft().finish()
         told = self._put(outgoing)
-        mail = torch.zeros(2, len(self._pids) - 1, _TOLD, dtype=torch.int64)
-        mail[0] = torch.tensor([row for peer, row in enumerate(told) if peer != self._rank])
-        lengths = tuple(0 if peer == self._rank else mail[0, 0].nbytes for peer in range(len(self._pids)))
+        # Numbers of the host alone, so they are no tensor: operations on those may be taken for the device's.
+        mail = (_Message * (2 * len(self._pids) - 2))()
+        for place, peer in enumerate(self._peers):
+            mail[place][:] = list(told[peer])
+        message_nbytes = ctypes.sizeof(_Message)
+        lengths = tuple(0 if peer == self._rank else message_nbytes for peer in range(len(self._pids)))
         prepared = Prepared(
-            *(exchange_plan(self._rank, lengths, lengths, mail[0, 0].nbytes), self._call(self._agreed)),
+            *(exchange_plan(self._rank, lengths, lengths, message_nbytes), self._call(self._agreed)),
             scale=1.0,
-            nbytes=mail.nbytes,
+            nbytes=ctypes.sizeof(mail),
             compressed=False,
             stochastic=False,
             seed=0,
         )
-        number, _ = self._shared.submit(prepared, mail.data_ptr(), None, self._timeout_ms, wake=True)
+        number, _ = self._shared.submit(prepared, ctypes.addressof(mail), None, self._timeout_ms, wake=True)
         arrival = _Arrival(self, self._number % _BLOCKS, number, prepared, mail, list(incoming))
         self._recent.append(arrival)
         self._number += 1
@@ -181,11 +186,10 @@ class DirectExchange:
             with suppress(RuntimeError):  # torch tells of the failure at the next launch: let it be this one
                 self._device.empty(8, where).zero_()
 
-    def fetch(self, place: int, mail: Tensor, incoming: Sequence[Tensor]) -> Any:
+    def fetch(self, place: int, mail: Sequence[Sequence[int]], incoming: Sequence[Tensor]) -> Any:
         """Let the device copy what the mail tells of; an event for when it has, if there is anything."""
-        peers = [peer for peer in range(len(self._pids)) if peer != self._rank]
         event = None
-        for peer, (file, nbytes, start) in zip(peers, mail.tolist(), strict=True):
+        for peer, (file, nbytes, start) in zip(self._peers, mail, strict=True):
             payload = incoming[peer]
             if not payload.numel():
                 continue
@@ -242,7 +246,7 @@ class _Arrival:
     place: int
     number: int
     prepared: Prepared
-    mail: Tensor  # what goes out, what comes in
+    mail: Any  # messages that go out, then those that come in
     incoming: list[Tensor]
     copied: Any = None
     waited: bool = field(default=False)
@@ -250,7 +254,7 @@ class _Arrival:
     def wait(self) -> None:
         if not self.waited:
             self.exchange.wait_for_mail(self.number)
-            self.copied = self.exchange.fetch(self.place, self.mail[1], self.incoming)
+            self.copied = self.exchange.fetch(self.place, self.mail[len(self.mail) // 2 :], self.incoming)
             self.waited = True
             self.incoming.clear()
 

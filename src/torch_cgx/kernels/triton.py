@@ -2,8 +2,8 @@
 
 One launch a call, enqueued on the current stream, without waiting for the device; pieces whose block is not a
 multiple of 32, or longer than 4096, take a second one to encode. This file checks, keeps tables on the device, and
-launches; `triton_encode.py` and `triton_decode.py` have what runs there. Triton is imported when `TritonKernels` is
-made, not before.
+launches; `triton_encode.py` and `triton_decode.py`, with the files that they import, have what runs there. Triton is
+imported when `TritonKernels` is made, not before.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from torch_cgx.kernels.triton_device import (
     load_tile,
     narrow,
     own_run,
-    raw_bits,
     store_tile,
     whole_levels,
     widen,
 )
+from torch_cgx.kernels.triton_raw import decode_raw
 
 
 @triton.jit
@@ -75,31 +75,6 @@ def _decode_strips(
         tl.store(values + run[2] + first + i, narrow(x, TYPE), mask=mask)
 
 
-@triton.jit
-def _decode_raw(
-    values,
-    slot,
-    run,
-    begin,
-    end,
-    TAIL: tl.constexpr,
-    TYPE: tl.constexpr,
-    STRIP: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    offset, start = run[2], run[4]
-    element: tl.constexpr = values.dtype.element_ty
-    NBYTES: tl.constexpr = element.primitive_bitwidth // 8
-    i = tl.arange(0, STRIP)
-    for first in range(begin, end, STRIP):
-        mask = first + i < end
-        bits = raw_bits(slot, start + first * NBYTES, i, mask, NBYTES, TAIL, element)
-        if ADD:
-            mine = tl.load(values + offset + first + i, mask=mask, other=0)
-            bits = narrow(widen(mine, TYPE) + widen(bits, TYPE), TYPE)
-        tl.store(values + offset + first + i, bits, mask=mask)
-
-
 @triton.jit(do_not_specialize=["slot"])
 def decode_kernel(
     programs,
@@ -117,7 +92,7 @@ def decode_kernel(
     kind, run, begin, end = own_run(programs, runs)
     STRIP: tl.constexpr = ROWS * TILE // 4
     if TYPE == F64:
-        _decode_raw(values, slot, run, begin, end, True, TYPE, STRIP, ADD)
+        decode_raw(values, slot, run, begin, end, True, TYPE, STRIP, ADD)
     else:
         ALIGN: tl.constexpr = 128 // values.dtype.element_ty.primitive_bitwidth
         if kind == WHOLE_RUN:
@@ -126,8 +101,8 @@ def decode_kernel(
                     if run[0] == b:
                         _decode_whole(values, slot, run, begin, end, b, TYPE, ALIGN, EXACT, ROWS, TILE, ADD)
         elif kind == TAIL_RUN:
-            _decode_raw(values, slot, run, begin, end, True, TYPE, STRIP, ADD)
+            decode_raw(values, slot, run, begin, end, True, TYPE, STRIP, ADD)
         elif kind == RAW_RUN:
-            _decode_raw(values, slot, run, begin, end, False, TYPE, STRIP, ADD)
+            decode_raw(values, slot, run, begin, end, False, TYPE, STRIP, ADD)
         else:
             _decode_strips(values, slot, run, begin, end, TYPE, STRIP, WORDS, ADD)

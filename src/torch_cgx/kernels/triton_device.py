@@ -165,11 +165,12 @@ def decoded(slot, run, first, index, mask, WORDS: tl.constexpr):
 
 
 @triton.jit
-def raw_bits(slot, start, index, mask, NBYTES: tl.constexpr, TAIL: tl.constexpr, element: tl.constexpr):
-    if TAIL:
-        return load_bytes(slot.to(tl.pointer_type(tl.uint8)) + start, index * NBYTES, mask, NBYTES)
-    else:
-        return tl.load(aligned_pointer(slot, start, element) + index, mask=mask, other=0)
+def payload_address(payloads, k):
+    """The address of payload k. They come as 2 * address + 1: Triton compiles anew for multiples of 16, but not so."""
+    address = payloads[0]
+    for j in tl.static_range(1, len(payloads)):
+        address = tl.where(k == j, payloads[j], address)
+    return address.to(tl.int64) >> 1
 
 
 @triton.jit

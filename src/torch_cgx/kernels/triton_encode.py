@@ -17,11 +17,13 @@ from torch_cgx.kernels.triton_device import (
     load_tile,
     narrow,
     own_run,
-    raw_bits,
+    payload_address,
     store_tile,
     whole_levels,
     widen,
 )
+from torch_cgx.kernels.triton_raw import encode_raw
+from torch_cgx.kernels.triton_write import write_header, write_header_of, write_octets, write_whole_levels
 
 INF = tl.constexpr(float("inf"))
 _SMALLEST_UNIT = tl.constexpr(2.0**-126)
@@ -32,15 +34,6 @@ _WHOLE_FROM = tl.constexpr(2.0**23)  # float32 of this size and above are whole 
 def _double(bits):
     """A float64 argument, which comes as its bits: Triton passes floats as float32."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _payload(payloads, k):
-    """The address of payload k. They come as 2 * address + 1: Triton compiles anew for multiples of 16, but not so."""
-    address = payloads[0]
-    for j in tl.static_range(1, len(payloads)):
-        address = tl.where(k == j, payloads[j], address)
-    return address.to(tl.int64) >> 1
 
 
 @triton.jit
@@ -59,12 +52,6 @@ def _header(lo, hi, bits):
     nan = tl.full(lo.shape, NAN, tl.int32).to(tl.float32, bitcast=True)
     unit = tl.where(good, tl.where(lo != hi, unit, 0.0), nan)
     return unit, tl.where(good, lo, nan), inv
-
-
-@triton.jit
-def _write_header(pointer, unit, lo):
-    tl.store(pointer, _header_bits(unit))
-    tl.store(pointer + 1, _header_bits(lo))
 
 
 @triton.jit
@@ -91,88 +78,15 @@ def _levels(x, lo, inv, index, base, bits, key, mask, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def _write_whole_levels(
-    slot, offset, span, levels, BITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
-):
-    """Four levels (of 1 bit: eight) become 1, 2 or 4 bytes; of other bits eight become as many bytes as bits."""
-    if BITS == 1:
-        GROUP: tl.constexpr = 8
-    else:
-        GROUP: tl.constexpr = 4
-    shifts = tl.arange(0, GROUP)[None, None, :] * BITS
-    groups = tl.sum(tl.reshape(levels, [ROWS, TILE // GROUP, GROUP]) << shifts, axis=2)
-    row = tl.arange(0, ROWS)[:, None]
-    if BITS == 1 or BITS == 2 or BITS == 4 or BITS == 8:
-        if BITS == 8:
-            element: tl.constexpr = tl.int32
-        elif BITS == 4:
-            element: tl.constexpr = tl.int16
-        else:
-            element: tl.constexpr = tl.int8
-        group = tl.arange(0, TILE // GROUP)[None, :]
-        pointers = aligned_pointer(slot, offset, element) + row * (span // GROUP) + group
-        if EXACT:
-            tl.store(pointers, groups.to(element))
-        else:
-            tl.store(pointers, groups.to(element), mask=(group * GROUP < span) & (row >= 0))
-    else:
-        _write_octets(
-            aligned_pointer(slot, offset, tl.uint8),
-            groups,
-            row * (span // 8 * BITS),
-            span,
-            BITS,
-            0x7FFFFFFF,
-            ROWS,
-            TILE,
-        )
-
-
-@triton.jit
-def _write_octets(pointer, quads, row, span, bits, end, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Pairs of four levels as `bits` bytes each, as far as `end`, which is counted from the tile's first byte."""
-    halves = tl.reshape(quads, [ROWS, TILE // 8, 2]).to(tl.uint32, bitcast=True).to(tl.int64)
-    octets = tl.sum(halves << (tl.arange(0, 2)[None, None, :] * (4 * bits)).to(tl.int64), axis=2)
-    byte = tl.arange(0, 8)[None, None, :]
-    group = tl.arange(0, TILE // 8)[None, :, None]
-    where = row[:, :, None] + group * bits + byte
-    mask = (byte < bits) & (group * 8 < span) & (where < end)
-    tl.store(pointer + where, (octets[:, :, None] >> (byte * 8).to(tl.int64)).to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _write_bytes(pointer, where, bits, mask, NBYTES: tl.constexpr):
-    for j in tl.static_range(0, NBYTES):
-        tl.store(pointer + where + j, (bits >> (8 * j)).to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _write_header_of(slot, run, number, unit, lo, mask, WORDS: tl.constexpr):
-    if WORDS:
-        pointer = aligned_pointer(slot, run[4], tl.int32) + number * 2
-        tl.store(pointer, _header_bits(unit), mask=mask)
-        tl.store(pointer + 1, _header_bits(lo), mask=mask)
-    else:
-        pointer = slot.to(tl.pointer_type(tl.uint8)) + run[4]
-        _write_bytes(pointer, number * 8, _header_bits(unit), mask, 4)
-        _write_bytes(pointer + 4, number * 8, _header_bits(lo), mask, 4)
-
-
-@triton.jit
 def _summed(values, reducing, run, first, index, mask, TYPE: tl.constexpr, WORDS: tl.constexpr, REDUCE: tl.constexpr):
     """The values, or with payloads their sum: own values first, then payloads in order; then scaled."""
     payloads, count, scale, _ = reducing
     x = widen(tl.load(values + run[2] + first + index, mask=mask, other=0), TYPE)
     if REDUCE:
         for k in range(count):
-            x = x + decoded(_payload(payloads, k), run, first, index, mask, WORDS)
+            x = x + decoded(payload_address(payloads, k), run, first, index, mask, WORDS)
         x = x * scale
     return x
-
-
-@triton.jit
-def _header_bits(x):
-    return tl.where(x == x, x.to(tl.int32, bitcast=True), NAN)
 
 
 @triton.jit
@@ -211,7 +125,7 @@ def _encode_whole(
         levels_from = levels_at + (first >> 5) * (4 * BITS)
         if REDUCE:
             for k in range(count):
-                other = _payload(payloads, k)
+                other = payload_address(payloads, k)
                 pointer = aligned_pointer(other, header, tl.float32) + r * 2
                 levels = whole_levels(other, levels_from, span, BITS, EXACT, ROWS, TILE)
                 step = tl.load(pointer)[:, None] * levels.to(tl.float32)
@@ -223,9 +137,9 @@ def _encode_whole(
         else:
             lowest = tl.min(tl.where(mask, y, INF), axis=1)
             unit, lo, inv = _header(lowest, tl.max(tl.where(mask, y, -INF), axis=1), BITS)
-        _write_header(aligned_pointer(slot, header, tl.int32) + r * 2, unit, lo)
+        write_header(aligned_pointer(slot, header, tl.int32) + r * 2, unit, lo)
         levels = _levels(x, lo[:, None], inv[:, None], index, offset + first, BITS, key, mask, STOCHASTIC)
-        _write_whole_levels(slot, levels_from, span, levels, BITS, EXACT, ROWS, TILE)
+        write_whole_levels(slot, levels_from, span, levels, BITS, EXACT, ROWS, TILE)
         if REDUCE or RESIDUAL:
             decoded = lo[:, None] + unit[:, None] * levels.to(tl.float32)
             if REDUCE:
@@ -271,7 +185,7 @@ def _encode_strips(
         start = (first >> 3) * bits
         nbytes = ((end * bits + 7) >> 3) - start
         pointer = slot.to(tl.pointer_type(tl.uint8)) + run[5] + start
-        _write_octets(pointer, tl.sum(quads, axis=2), tl.zeros([1, 1], tl.int32), STRIP, bits, nbytes, 1, STRIP)
+        write_octets(pointer, tl.sum(quads, axis=2), tl.zeros([1, 1], tl.int32), STRIP, bits, nbytes, 1, STRIP)
         if REDUCE or RESIDUAL:
             decoded = lo + unit * levels.to(tl.float32)
             if REDUCE:
@@ -312,53 +226,10 @@ def _encode_edge(
     high = tl.reshape(tl.max(tl.reshape(highest, [1, STRIP]), axis=1), [1, 1])
     header = _header(low, high, bits)
     number = tl.zeros([1, 1], tl.int64) + begin // run[1]
-    _write_header_of(slot, run, number, header[0], header[1], number >= 0, WORDS)
+    write_header_of(slot, run, number, header[0], header[1], number >= 0, WORDS)
     _encode_strips(
         tensors, reducing, key, run, begin, end, header, False, TYPE, STRIP, WORDS, STOCHASTIC, RESIDUAL, REDUCE
     )
-
-
-@triton.jit
-def _encode_raw(
-    tensors,
-    reducing,
-    run,
-    begin,
-    end,
-    TAIL: tl.constexpr,
-    TYPE: tl.constexpr,
-    STRIP: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    REDUCE: tl.constexpr,
-):
-    """Raw values: their row has in the place of headers where their bytes start, of levels where their padding ends."""
-    values, slot, residual = tensors
-    payloads, count, scale, _ = reducing
-    offset, numel, start, padded = run[2], run[3], run[4], run[5]
-    element: tl.constexpr = values.dtype.element_ty
-    NBYTES: tl.constexpr = element.primitive_bitwidth // 8
-    i = tl.arange(0, STRIP)
-    target = slot.to(tl.pointer_type(tl.uint8))
-    if TAIL:
-        if begin == 0:
-            padding = numel * NBYTES + tl.arange(0, 8)
-            tl.store(target + start + padding, tl.zeros([8], tl.uint8), mask=start + padding < padded)
-    for first in range(begin, end, STRIP):
-        mask = first + i < numel
-        bits = tl.load(values + offset + first + i, mask=mask, other=0)
-        at = start + first * NBYTES
-        if REDUCE:
-            total = widen(bits, TYPE)
-            for k in range(count):
-                total = total + widen(raw_bits(_payload(payloads, k), at, i, mask, NBYTES, TAIL, element), TYPE)
-            bits = narrow(total * scale, TYPE)
-            tl.store(values + offset + first + i, bits, mask=mask)
-        if TAIL:
-            _write_bytes(target + at, i * NBYTES, bits, mask, NBYTES)
-        else:
-            tl.store(aligned_pointer(slot, at, element) + i, bits, mask=mask)
-        if RESIDUAL:
-            tl.store(residual + offset + first + i, tl.zeros([STRIP], tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["slot", "count", "scale", "unscale", "k0", "k1"])
@@ -394,7 +265,7 @@ def encode_kernel(
     STRIP: tl.constexpr = ROWS * TILE // 4
     if TYPE == F64:
         reducing = (payloads, count, _double(scale), 1.0)
-        _encode_raw(tensors, reducing, run, begin, end, True, TYPE, STRIP, RESIDUAL, REDUCE)
+        encode_raw(tensors, reducing, run, begin, end, True, TYPE, STRIP, RESIDUAL, REDUCE)
     else:
         ALIGN: tl.constexpr = 128 // values.dtype.element_ty.primitive_bitwidth
         reducing = (payloads, count, _double(scale).to(tl.float32), _double(unscale).to(tl.float32))
@@ -416,9 +287,9 @@ def encode_kernel(
                     STOCHASTIC, RESIDUAL, REDUCE,
                 )  # fmt: skip
         elif kind == TAIL_RUN:
-            _encode_raw(tensors, reducing, run, begin, end, True, TYPE, STRIP, RESIDUAL, REDUCE)
+            encode_raw(tensors, reducing, run, begin, end, True, TYPE, STRIP, RESIDUAL, REDUCE)
         else:
-            _encode_raw(tensors, reducing, run, begin, end, False, TYPE, STRIP, RESIDUAL, REDUCE)
+            encode_raw(tensors, reducing, run, begin, end, False, TYPE, STRIP, RESIDUAL, REDUCE)
 
 
 @triton.jit(do_not_specialize=["slot", "count", "scale"])
@@ -454,4 +325,4 @@ def headers_kernel(
             highest = tl.maximum(highest, tl.max(tl.where(mask, y, -INF), axis=1))
         unit, lo, _inv = _header(lowest, highest, run[0])
         number = first // block + r
-        _write_header_of(slot, run, number, unit, lo, number * block < numel, WORDS)
+        write_header_of(slot, run, number, unit, lo, number * block < numel, WORDS)
