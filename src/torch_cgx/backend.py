@@ -182,13 +182,14 @@ class ProcessGroupCGX(Allreduces):
         *,
         reduction: str | None = None,
         root: int = -1,
+        layout: int = 0,
     ) -> Any:
         """Note a call on the board and hand it to the engine that carries it (None: there is nothing to carry)."""
         self._check_usable()
         with self._lock:
             sequence = 0
             if self._shared is not None:
-                call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
+                call = collective_call(operation, dtype, shape, reduction=reduction, root=root, layout=layout)
                 sequence = self._shared.note(call)
                 self._shared.check(sequence)
             if run is None:
