@@ -17,8 +17,8 @@ _SAVED = ("version", "step", "settings", "rank", "world", "residuals", "residual
 _SAMPLE = ("numel", "itemsize", "positions", "mean", "squares")
 
 
-def at_least(name: str, value: object, least: int) -> int:
-    allowed = f"{least} or more"
+def at_least(name: str, value: object, least: int, of: str = "") -> int:
+    allowed = f"{least} or more{of}"
     found = whole_number(name, value, allowed)
     if found < least:
         raise ValueError(f"{name}: expected {allowed}, got {found}")
@@ -35,7 +35,7 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}: expected {allowed}, got {shortened(value)}")
     return {
         **settings,
-        "layer_min_size": at_least("layer_min_size", settings["layer_min_size"], 0),
+        "layer_min_size": at_least("layer_min_size", settings["layer_min_size"], 0, " values"),
         "start_step": at_least("start_step", settings["start_step"], 0),
         "overrides": overrides,
     }
