@@ -38,20 +38,24 @@ def main() -> int:
     found, broken = {}, 0
     for name in options.only or NAMES:
         result = run_child(name, options.seconds)
-        broken += result.pop("broken")
+        broken += result["broken"]
         found[name] = result
         print(f"{name}: {json.dumps(result)}", flush=True)
     if options.json:
-        guided = importlib.util.find_spec("atheris") is not None
-        summary = {
-            "inputs": sum(each["inputs"] for each in found.values()),
-            "broken": broken,
-            "coverage_guided": guided,
-        }
-        options.json.write_text(
-            json.dumps({**summary, "seconds_each": options.seconds, "targets": found}, indent=2) + "\n"
-        )
+        write(options.json, found, options.seconds)
     return 1 if broken else 0
+
+
+def write(path: Path, found: dict[str, dict[str, int]], seconds: float) -> None:
+    """The counts; targets that were left out this time keep those that they have."""
+    kept = json.loads(path.read_text())["targets"] if path.exists() else {}
+    guided = importlib.util.find_spec("atheris") is not None
+    targets = {
+        **kept,
+        **{name: {**each, "seconds": seconds, "coverage_guided": guided} for name, each in found.items()},
+    }
+    totals = {key: sum(each[key] for each in targets.values()) for key in ("inputs", "broken")}
+    path.write_text(json.dumps({**totals, "targets": targets}, indent=2) + "\n")
 
 
 def run_child(name: str, seconds: float) -> dict[str, int]:

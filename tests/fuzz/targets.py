@@ -45,6 +45,7 @@ WORDS = (
     "have lost step",
     "cannot be",
     "is not",
+    "make the state with",
 )
 
 
@@ -323,7 +324,7 @@ def membership(data: bytes) -> bool:
 
 
 class _Sent:
-    def __init__(self, fill: Callable[[], None]) -> None:
+    def __init__(self, fill: Callable[[], object]) -> None:
         self._fill = fill
 
     def wait(self) -> None:
@@ -339,7 +340,7 @@ class _Peer:
 
     def receive(self, payload: torch.Tensor, peer: int, tag: int) -> _Sent:
         raw = torch.frombuffer(bytearray(self._answer), dtype=torch.uint8)
-        return _Sent(lambda: None if payload.copy_(raw[: payload.numel()]) is None else None)
+        return _Sent(lambda: payload.copy_(raw[: payload.numel()]))
 
     def send(self, payload: torch.Tensor, peer: int, tag: int) -> _Sent:
         return _Sent(lambda: None)

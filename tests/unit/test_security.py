@@ -75,7 +75,7 @@ def test_an_entry_of_the_store_that_we_did_not_write_is_refused(raw: bytes, said
 def test_a_state_that_would_run_code_is_refused_where_it_arrives() -> None:
     packed = exchange._packed({"step": 3, "residuals": {"a": torch.ones(3)}})
     assert exchange._unpacked(packed)["residuals"]["a"].tolist() == [1.0, 1.0, 1.0]
-    with pytest.raises(Exception, match="weights_only|Weights only"):
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
         exchange._unpacked(exchange._packed({"step": exchange.gather_states}))
 
 
