@@ -9,6 +9,7 @@
 #   make accuracy  train with and without compression, five seeds each, and compare (ACCURACY_DATA: the folder of data)
 #   make soak      20 minutes of mixed load, every result checked, and watched for what grows (SOAK_MINUTES)
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
+#   make fuzz      every target of tests/fuzz for FUZZ_S seconds, guided by coverage where atheris can be had
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
 #   make clean     remove what make has made
 
@@ -29,13 +30,14 @@ FFCV := $(VENV)/.ffcv-installed
 WORKERS ?= 2
 PYTEST = pytest_in() { timeout --foreground --kill-after=30 $(TEST_LIMIT_S) $(BIN)/python -m pytest "$$@" || test $$? = 5; }; pytest_in
 RESULTS := benchmarks/results
+FUZZ_S ?= 30
 BENCH := $(BIN)/cgx bench allreduce --against gloo --bucket-size 1024
 BENCH_KERNELS := $(BIN)/cgx bench kernels --bucket-size 1024
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test matrix lint bench accuracy soak sanitize native install clean
+.PHONY: demo test matrix lint bench accuracy soak sanitize fuzz native install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -86,6 +88,10 @@ soak: $(STAMP)
 # Needs neither Python nor torch. PARTS="address valgrind" runs those alone; .ci/sanitize names them all.
 sanitize:
 	@sh .ci/sanitize $(PARTS)
+
+fuzz: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	$(BIN)/python tests/fuzz --seconds $(FUZZ_S) --json $(RESULTS)/fuzz.json
 
 native: $(STAMP)
 	$(BIN)/cmake --install build/pip --prefix src

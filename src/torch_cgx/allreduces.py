@@ -29,6 +29,7 @@ from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer
 from torch_cgx.reduce_scatters import ReduceScatters
 from torch_cgx.reducers import Reducer, Request
+from torch_cgx.tensors import check_in_place, sharing_memory, strides_hash
 from torch_cgx.work import CompositeWork, DoneWork
 
 __all__ = ["EXACT", "Allreduces", "milliseconds"]
@@ -61,6 +62,14 @@ class Allreduces(ReduceScatters):
         tensors = list(tensors)
         if any(self._side(tensor) is not None for tensor in tensors):
             return self._allreduce_coalesced_on_cuda(tensors, opts)
+        for tensor in tensors:
+            self._backend(tensor)  # raises where it lies on another device
+            check_in_place("all_reduce_coalesced", tensor, sparse=True)
+        shares = sharing_memory(tensors)
+        return self._allreduce_copies(tensors, shares, opts) if any(shares) else self._allreduce_apart(tensors, opts)
+
+    def _allreduce_apart(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Of tensors of which none shares memory with another."""
         together = self._fusable(tensors, reduction_name(opts.reduceOp))
         alone = [tensor for tensor in tensors if not any(tensor is other for other in together)]
         fused = Fused(together) if together else None  # before any is reduced: one may be a part of another
@@ -71,6 +80,19 @@ class Allreduces(ReduceScatters):
         layers = tuple(layer for t in together for layer in cut(t.numel(), self._compression_for(t), self._settings))
         parts.append(self._allreduce("all_reduce", fused.flat, [fused.flat], opts, layers))
         return CompositeWork(parts, fused.hand_out, tensors, self._completions)
+
+    def _allreduce_copies(self, tensors: list[Tensor], shares: list[bool], opts: Any) -> Any:
+        """Where tensors share memory, every sum is of what was there before the call, as Gloo has it."""
+        pairs = [(t, t.detach().clone() if shared else t) for t, shared in zip(tensors, shares, strict=True)]
+        work = self._allreduce_apart([copy for _, copy in pairs], opts)
+
+        def hand_out() -> None:
+            for tensor, copy in pairs:
+                if copy is not tensor:
+                    # Of a sparse tensor, detach() is no view.
+                    (tensor if tensor.is_sparse else tensor.detach()).copy_(copy)
+
+        return CompositeWork([work], hand_out, tensors, self._completions)
 
     def _allreduce_coalesced_on_cuda(self, tensors: list[Tensor], opts: Any) -> Any:
         """NCCL's own, where nothing is compressed; else one after the other."""
@@ -92,10 +114,7 @@ class Allreduces(ReduceScatters):
         """Also where each is too small to be compressed: one message instead of many is what they gain."""
         if self._reducer is None or self._default().bits == 32:
             return []
-        ours = fusable([t for t in tensors if self._is_ours(t, reduction) and t.dtype in _COMPRESSIBLE])
-        for tensor in ours:
-            _check_dense(tensor)
-        return ours
+        return fusable([t for t in tensors if self._is_ours(t, reduction) and t.dtype in _COMPRESSIBLE])
 
     def allreduce_layers(
         self,
@@ -151,21 +170,24 @@ class Allreduces(ReduceScatters):
     ) -> Any:
         """Reduce in place, by us or by whoever can. Only what the user called an all_reduce is compressed."""
         self._check_usable()
+        on_cuda = self._side(tensor) is not None
+        if not on_cuda:  # NCCL looks at its tensors itself
+            check_in_place(operation, tensor, sparse=True)
         reduction = reduction_name(opts.reduceOp)
         if layers is not None:
             compression = _widest_compression(layers)
         else:
             compression = self._compression_for(tensor) if operation == "all_reduce" else EXACT
-        on_cuda = self._side(tensor) is not None
         if not self._is_ours(tensor, reduction) or (on_cuda and compression.bits == 32):
             shape = None if tensor.is_sparse else tuple(tensor.shape)
             run = partial(self._backend(tensor).allreduce, [tensor], _allreduce_options(opts, opts.reduceOp))
-            return self._carry(operation, run, tensor.dtype, shape, result, reduction=reduction)
+            layout = 0 if tensor.is_sparse else strides_hash(tensor)
+            return self._carry(operation, run, tensor.dtype, shape, result, reduction=reduction, layout=layout)
         reducer = self._reducer_for(tensor)
         if reducer is None:  # alone, the sum and the average are what is there
             return DoneWork(result, self._completions)
-        if not tensor.is_contiguous():
-            _check_dense(tensor)
+        if on_cuda:
+            check_in_place(operation, tensor)
         if tensor.numel() == 0:
             return self._carry(operation, None, tensor.dtype, tuple(tensor.shape), result, reduction=reduction)
         if self._shared is None and compression.bits == 32:
@@ -260,11 +282,3 @@ def _widest_compression(layers: Sequence[Layer]) -> Compression:
 def milliseconds(asked: timedelta, default: timedelta) -> int:
     chosen = asked if asked > timedelta(0) else default
     return max(1, int(chosen.total_seconds() * 1000))
-
-
-def _check_dense(tensor: Tensor) -> None:
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        raise ValueError(
-            f"all_reduce: expected a tensor without gaps or overlaps in memory, got shape {tuple(tensor.shape)} with "
-            f"strides {tensor.stride()}: call .contiguous() first"
-        )

@@ -207,6 +207,7 @@ class ProcessGroupCGX(Allreduces):
         *,
         reduction: str | None = None,
         root: int = -1,
+        layout: int = 0,
     ) -> Any:
         """Note a call on the board and hand it to the engine that carries it (None: there is nothing to carry)."""
         self._check_usable()
@@ -215,7 +216,7 @@ class ProcessGroupCGX(Allreduces):
         with self._lock if side is None else side.turn(self._lock):
             sequence = 0
             if self._shared is not None:
-                call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
+                call = collective_call(operation, dtype, shape, reduction=reduction, root=root, layout=layout)
                 sequence = self._shared.note(call)
             called = (operation, dtype, shape, reduction, 0, root, None, None)
             trail = self._recorder.begin(called, "gloo" if side is None else "nccl", sequence)

@@ -7,6 +7,7 @@ Gloo while it holds the GIL, which Gloo's threads wait for while they hold Gloo'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_cgx.calls import reduction_name
+from torch_cgx.tensors import check_in_place, check_input, check_output, first_of, laid_out_like, strides_hash
 from torch_cgx.work import Completions
 
 __all__ = ["CarriedCollectives", "unwaited"]
@@ -42,6 +44,7 @@ class CarriedCollectives(dist.ProcessGroup):
         *,
         reduction: str | None = None,
         root: int = -1,
+        layout: int = 0,
     ) -> Any:
         raise NotImplementedError
 
@@ -54,9 +57,11 @@ class CarriedCollectives(dist.ProcessGroup):
         if not isinstance(opts, c10d.BroadcastOptions):
             root, opts = opts, c10d.BroadcastOptions()
             opts.rootRank = root or 0
-        first = tensors[0]
+        first = first_of("broadcast", tensors)
         run = partial(self._backend(first).broadcast, tensors, opts)
-        return self._carry("broadcast", run, first.dtype, _shape(first), tensors, root=opts.rootRank)
+        _check("broadcast", tensors, in_place=True)
+        layout = strides_hash(first)
+        return self._carry("broadcast", run, first.dtype, _shape(first), tensors, root=opts.rootRank, layout=layout)
 
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Any:
         if isinstance(tensors, Tensor):
@@ -65,24 +70,27 @@ class CarriedCollectives(dist.ProcessGroup):
             if more:
                 opts.reduceOp = more[0]
             tensors = [tensors]
-        first = tensors[0]
+        first = first_of("reduce", tensors)
         run = partial(self._backend(first).reduce, tensors, opts)
+        _check("reduce", tensors, in_place=True)
         reduction = reduction_name(opts.reduceOp)
-        return self._carry(
-            "reduce", run, first.dtype, _shape(first), list(tensors), reduction=reduction, root=opts.rootRank
-        )
+        how = {"reduction": reduction, "root": opts.rootRank, "layout": strides_hash(first)}
+        return self._carry("reduce", run, first.dtype, _shape(first), list(tensors), **how)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = opts if isinstance(opts, c10d.AllgatherOptions) else c10d.AllgatherOptions()
-        first = inputs[0]
+        first = first_of("all_gather", inputs)
         run = partial(self._backend(first).allgather, outputs, inputs, opts)
-        return self._carry("all_gather", run, first.dtype, _shape(first), [t for row in outputs for t in row])
+        into = [t for row in outputs for t in row]
+        _check("all_gather", inputs, into)
+        return self._carry("all_gather", run, first.dtype, _shape(first), into)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
         run = partial(self._backend(input)._allgather_base, output, input, opts)
+        _check("all_gather_into_tensor", [input], [output])
         return self._carry("all_gather_into_tensor", run, input.dtype, _shape(input), [output])
 
     all_gather_single = _allgather_base
@@ -96,26 +104,37 @@ class CarriedCollectives(dist.ProcessGroup):
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
-        first = inputs[0]
+        first = first_of("all_gather_coalesced", inputs)
         run = partial(self._backend(first).allgather_coalesced, outputs, inputs, opts)
-        return self._carry("all_gather_coalesced", run, first.dtype, None, [t for row in outputs for t in row])
+        into = [t for row in outputs for t in row]
+        _check("all_gather_coalesced", inputs, into)
+        return self._carry("all_gather_coalesced", run, first.dtype, None, into)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        first = inputs[0]
+        first = first_of("gather", inputs)
         opts = opts if isinstance(opts, c10d.GatherOptions) else c10d.GatherOptions()
         run = partial(self._backend(first).gather, outputs, inputs, opts)
-        return self._carry("gather", run, first.dtype, None, [t for row in outputs for t in row], root=opts.rootRank)
+        into = [t for row in outputs for t in row]
+        if first.is_complex():
+            raise TypeError(f"gather: expected real numbers, got {first.dtype}: gather torch.view_as_real of it")
+        _check("gather", inputs, into)
+        return self._carry("gather", run, first.dtype, None, into, root=opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        first = outputs[0]
+        first = first_of("scatter", outputs)
         opts = opts if isinstance(opts, c10d.ScatterOptions) else c10d.ScatterOptions()
+        _check("scatter", outputs, in_place=True)
+        # Copied where need be, not refused: the root alone has them, and the others would wait for it.
+        inputs = [[laid_out_like("scatter", t, first) for t in row] for row in inputs]
         run = partial(self._backend(first).scatter, outputs, inputs, opts)
-        return self._carry("scatter", run, first.dtype, _shape(first), list(outputs), root=opts.rootRank)
+        how = {"root": opts.rootRank, "layout": strides_hash(first)}
+        return self._carry("scatter", run, first.dtype, _shape(first), list(outputs), **how)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllToAllOptions()
-        first = inputs[0]
+        first = first_of("all_to_all", inputs)
         run = partial(self._backend(first).alltoall, outputs, inputs, opts)
+        _check("all_to_all", inputs, outputs)
         return self._carry("all_to_all", run, first.dtype, None, list(outputs))
 
     def alltoall_base(
@@ -123,6 +142,18 @@ class CarriedCollectives(dist.ProcessGroup):
     ) -> Any:
         opts = opts if opts is not None else c10d.AllToAllOptions()
         run = partial(self._backend(input).alltoall_base, output, input, output_split_sizes, input_split_sizes, opts)
+        _check("all_to_all_single", [input], [output])
+        for name, tensor, sizes in (("input", input, input_split_sizes), ("output", output, output_split_sizes)):
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"all_to_all_single: expected a contiguous {name}, got strides {tensor.stride()} of shape "
+                    f"{tuple(tensor.shape)}: call .contiguous() first"
+                )
+            if not sizes and tensor.numel() % self.size():
+                raise ValueError(
+                    f"all_to_all_single: expected an {name} of {self.size()} equal parts, one a rank, "
+                    f"got {tensor.numel()} values"
+                )
         return self._carry("all_to_all_single", run, input.dtype, None, [output])
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
@@ -153,3 +184,13 @@ def unwaited(kind: Any, given: Any) -> Any:
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
+
+
+def _check(operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = (), *, in_place: bool = False) -> None:
+    """What Gloo takes without a look; NCCL looks at its tensors itself."""
+    for tensor in inputs:
+        if tensor.device.type == "cpu":
+            (check_in_place if in_place else check_input)(operation, tensor)
+    for tensor in outputs:
+        if tensor.device.type == "cpu":
+            check_output(operation, tensor)

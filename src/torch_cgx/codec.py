@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_cgx.config import Settings
+from torch_cgx.config import Settings, whole_number
 from torch_cgx.kernels import Kernels, Piece, Rounding
 from torch_cgx.kernels.cpu import default_kernels, thread_count
 from torch_cgx.quantizers import MaxMin
+from torch_cgx.tensors import sharing_memory
 
 __all__ = ["dequantize", "payload_nbytes", "quantize"]
 
@@ -31,16 +32,18 @@ def quantize(
     """
     _check_values("x", x)
     if seed is not None:
-        _check_integers(seed=seed)
+        seed = whole_number("seed", seed)
     else:
         seed = int(torch.randint(2**62, ()).item()) if stochastic else 0
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: expected 0 to 2^64 - 1, got {seed}")
+    bits, bucket_size = whole_number("bits", bits), whole_number("bucket_size", bucket_size)
     nbytes = payload_nbytes(x.numel(), x.dtype, bits, bucket_size)
+    flat = x.detach().resolve_neg().contiguous().view(-1)
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8)
     _check_payload("out", out, nbytes)
-    flat = x.detach().contiguous().view(-1)
+    _check_apart("out", out, flat)
     _kernels().encode(_pieces(x.numel(), bits, bucket_size), flat, out, Rounding(stochastic, seed))
     return out
 
@@ -60,27 +63,31 @@ def dequantize(
     `out`, if given, is filled (or, with `add`, added to) and returned; it may have any shape of `numel` values.
     """
     nbytes = payload_nbytes(numel, dtype, bits, bucket_size)
+    numel, bits, bucket_size = (int(each.__index__()) for each in (numel, bits, bucket_size))
     _check_payload("payload", payload, nbytes)
     if out is None:
         if add:
             raise ValueError("add=True: expected an `out` to add to, got None")
         out = torch.empty(numel, dtype=dtype)
     _check_values("out", out)
-    if out.dtype != dtype or out.numel() != numel or not out.is_contiguous():
+    if out.dtype != dtype or out.numel() != numel or not out.is_contiguous() or out.is_neg():
         raise ValueError(
             f"out: expected a contiguous tensor of {numel} values of {dtype}, "
-            f"got shape {tuple(out.shape)}, {out.dtype}, strides {out.stride()}"
+            f"got shape {tuple(out.shape)}, {out.dtype}, strides {out.stride()}{', negated' if out.is_neg() else ''}"
         )
+    _check_apart("out", out, payload)
     _kernels().decode(_pieces(numel, bits, bucket_size), payload, out.detach().view(-1), add=add)
     return out
 
 
 def payload_nbytes(numel: int, dtype: torch.dtype, bits: int, bucket_size: int) -> int:
     """How many bytes the payload of so many values has."""
-    _check_integers(numel=numel, bits=bits, bucket_size=bucket_size)
-    if numel < 0:
-        raise ValueError(f"numel: expected 0 or more, got {numel}")
-    if dtype not in _DTYPES:
+    numel, bits, bucket_size = (
+        whole_number(name, value) for name, value in (("numel", numel), ("bits", bits), ("bucket_size", bucket_size))
+    )
+    if not 0 <= numel < 2**60:
+        raise ValueError(f"numel: expected 0 or more, and below 2^60, got {numel}")
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
         raise ValueError(f"dtype: expected {_names()}, got {dtype}")
     return MaxMin(bits, bucket_size).payload_nbytes(numel, dtype.itemsize)
 
@@ -94,10 +101,9 @@ def _pieces(numel: int, bits: int, bucket_size: int) -> tuple[Piece, ...]:
     return (Piece(0, numel, bits, bucket_size, 0, 0),) if numel else ()
 
 
-def _check_integers(**values: object) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not hasattr(value, "__index__"):  # numpy's integers have it, floats do not
-            raise ValueError(f"{name}: expected a whole number, got {value!r}")
+def _check_apart(name: str, tensor: Tensor, other: Tensor) -> None:
+    if any(sharing_memory([tensor, other])):
+        raise ValueError(f"{name}: expected memory of its own, got some that the other tensor has too")
 
 
 def _names() -> str:
@@ -105,13 +111,21 @@ def _names() -> str:
 
 
 def _check_values(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.layout is not torch.strided or x.device.type != "cpu":
-        got = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES or _is_strange(x):
+        got = (
+            f"{x.dtype} on {x.device}, {x.layout}{', nested' if x.is_nested else ''}"
+            if isinstance(x, Tensor)
+            else type(x).__name__
+        )
         raise ValueError(f"{name}: expected a dense CPU tensor of {_names()}, got {got}")
 
 
+def _is_strange(x: Tensor) -> bool:
+    return x.layout is not torch.strided or x.is_nested or x.device.type != "cpu"
+
+
 def _check_payload(name: str, payload: Tensor, nbytes: int) -> None:
-    if not isinstance(payload, Tensor) or payload.dtype != torch.uint8 or payload.device.type != "cpu":
+    if not isinstance(payload, Tensor) or payload.dtype != torch.uint8 or _is_strange(payload):
         got = f"{payload.dtype} on {payload.device}" if isinstance(payload, Tensor) else type(payload).__name__
         raise ValueError(f"{name}: expected a uint8 CPU tensor, got {got}")
     if payload.numel() != nbytes or payload.dim() != 1 or not payload.is_contiguous():

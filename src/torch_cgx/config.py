@@ -6,6 +6,7 @@ that is set to the empty string counts as unset.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +23,26 @@ _RAW_BITS_VARIABLE, _RAW_BLOCK_VARIABLE = os.fsencode(BITS_VARIABLE), os.fsencod
 _BITS = (*range(1, 9), 32)
 _SMALLEST_COMPRESSED_NUMEL = 16  # below it the header costs more than the values
 _SIMD = ("scalar", "avx2", "avx512", "neon")
+_MOST_DIGITS = 20  # of 2^64 - 1
+_MOST_TEXT = 255  # characters of a node's name: peers read it
+_SHOWN = 200  # characters of a wrong value, in an error
 _OWN_TO_A_RANK = ("node_id", "num_threads", "simd", "trace_folder")
+
+
+def whole_number(name: str, value: object, allowed: str = "a whole number") -> int:
+    """The value as an int: numpy's integers are some, truth values and floats are not."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):  # the second from tensors without values
+        raise ValueError(f"{name}: expected {allowed}, got {shortened(value)}") from None
+
+
+def shortened(value: object) -> str:
+    """A value as errors show it."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +53,11 @@ class Compression:
     block: int = 512  # values that share a unit and a minimum: those 8 bytes cost 1/8 bit a value
 
     def __post_init__(self) -> None:
+        for name, shown, allowed in (
+            ("bits", "bits", "1 to 8 or 32"),
+            ("block", "bucket size", f"1 to {MAX_BLOCK} values"),
+        ):
+            object.__setattr__(self, name, whole_number(shown, getattr(self, name), allowed))
         if self.bits not in _BITS:
             raise ValueError(f"bits: expected 1 to 8 or 32, got {self.bits}")
         if not 1 <= self.block <= MAX_BLOCK:
@@ -90,7 +115,7 @@ class Settings:
             cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", reductions),
             intra_broadcast=read.flag("CGX_INTRA_BROADCAST", True),
             intra_compress=read.flag("CGX_INTRA_COMPRESS", True),
-            node_id=read.text("CGX_NODE_ID"),
+            node_id=read.short_text("CGX_NODE_ID"),
             num_threads=read.optional_integer("CGX_NUM_THREADS", 1, 256),
             simd=read.optional_choice("CGX_SIMD", _SIMD),
             trace_folder=read.folder("CGX_TRACE_DIR"),
@@ -141,13 +166,19 @@ class _Reader:
     def text(self, name: str) -> str | None:
         return self._environ.get(name, "").strip() or None
 
+    def short_text(self, name: str) -> str | None:
+        raw = self.text(name)
+        if raw is not None and len(raw) > _MOST_TEXT:
+            raise _wrong(name, raw, f"at most {_MOST_TEXT} characters")
+        return raw
+
     def integer(self, name: str, default: int, least: int, most: int, allowed: str | None = None) -> int:
         raw = self.text(name)
         if raw is None:
             return default
         allowed = allowed or f"a whole number from {least} to {most}"
         # int() would also take "1_000" and other scripts' digits, which are mistakes in an environment.
-        if not (raw.isascii() and raw.isdigit()) or not least <= int(raw) <= most:
+        if not (raw.isascii() and raw.isdigit()) or len(raw) > _MOST_DIGITS or not least <= int(raw) <= most:
             raise _wrong(name, raw, allowed)
         return int(raw)
 
@@ -193,4 +224,4 @@ def _either(words: Sequence[str]) -> str:
 
 
 def _wrong(name: str, value: str, allowed: str) -> ValueError:
-    return ValueError(f"{name}={value!r} is not valid: allowed is {allowed}")
+    return ValueError(f"{name}={shortened(value)} is not valid: allowed is {allowed}")

@@ -31,9 +31,10 @@ def set_default(*, bits: int | None = None, bucket_size: int | None = None) -> N
     variable. All ranks must call it between the same two operations.
     """
     global _bits, _block
-    Compression(32 if bits is None else bits, 512 if bucket_size is None else bucket_size)  # raises where out of range
+    found = Compression(32 if bits is None else bits, 512 if bucket_size is None else bucket_size)  # raises if it must
     with _lock:
-        _bits, _block = bits, bucket_size
+        _bits = None if bits is None else found.bits
+        _block = None if bucket_size is None else found.block
 
 
 @contextmanager

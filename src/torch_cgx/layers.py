@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from torch_cgx.config import Compression, Settings
+from torch_cgx.config import Compression, Settings, whole_number
 from torch_cgx.layout import Layer
 from torch_cgx.quantizers import Identity, MaxMin
 
@@ -28,20 +28,24 @@ class LayerTable:
         self.version = 0
 
     def register(self, bucket_idx: int, layer_idx: int, numel: int, bits: int, bucket_size: int) -> None:
+        bucket_idx, layer_idx = _place(bucket_idx, layer_idx)
+        numel = whole_number(f"numel of layer {layer_idx} in bucket {bucket_idx}", numel)
         if numel < 1:
             raise ValueError(f"numel of layer {layer_idx} in bucket {bucket_idx}: expected at least 1, got {numel}")
-        Compression(bits, bucket_size)  # raises where out of range
-        self._set(bucket_idx, layer_idx, (numel, bits, bucket_size))
+        found = Compression(bits, bucket_size)  # raises where out of range
+        self._set(bucket_idx, layer_idx, (numel, found.bits, found.block))
 
     def set_bits(self, bucket_idx: int, layer_idx: int, bits: int) -> None:
-        Compression(bits)
+        found = Compression(bits)
+        bucket_idx, layer_idx = _place(bucket_idx, layer_idx)
         numel, _, block = self._row(bucket_idx, layer_idx)
-        self._set(bucket_idx, layer_idx, (numel, bits, block))
+        self._set(bucket_idx, layer_idx, (numel, found.bits, block))
 
     def set_block(self, bucket_idx: int, layer_idx: int, bucket_size: int) -> None:
-        Compression(32, bucket_size)
+        found = Compression(32, bucket_size)
+        bucket_idx, layer_idx = _place(bucket_idx, layer_idx)
         numel, bits, _ = self._row(bucket_idx, layer_idx)
-        self._set(bucket_idx, layer_idx, (numel, bits, bucket_size))
+        self._set(bucket_idx, layer_idx, (numel, bits, found.block))
 
     def cut(self, numel: int, compression: Compression, settings: Settings) -> tuple[Layer, ...]:
         """A tensor of so many values as layers: the registered ones, or the whole as one."""
@@ -81,3 +85,7 @@ class LayerTable:
                 by_numel.setdefault(sum(row[0] for row in rows), tuple(rows))
             self._by_numel = by_numel
             self.version += 1
+
+
+def _place(bucket_idx: object, layer_idx: object) -> tuple[int, int]:
+    return whole_number("bucket_idx", bucket_idx), whole_number("layer_idx", layer_idx)

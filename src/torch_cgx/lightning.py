@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
+from torch_cgx.hooks.exchange import gather_states, most_state_nbytes
 
 __all__ = ["CGXStrategy"]
 
@@ -97,8 +98,7 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         # All ranks come here. Optimizer states are what a weights-only checkpoint lacks.
         if self.cgx_state is not None and "optimizer_states" in checkpoint:
-            states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(self.cgx_state.state_dict(), states)
+            states = gather_states(self.cgx_state.state_dict(), most_state_nbytes(self.model))
             checkpoint[CHECKPOINT_KEY] = states
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -10,6 +10,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +19,9 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from torch_cgx import _native
+from torch_cgx.answers import check_fields, read_answer
 from torch_cgx.calls import NAMES
-from torch_cgx.config import Settings
+from torch_cgx.config import Settings, shortened
 from torch_cgx.errors import MismatchError, SharedMemoryError
 from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.kernels.cpu import available, means, thread_count
@@ -31,6 +33,9 @@ __all__ = ["Joining", "Membership", "agree", "join", "open_shared_group"]
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
 SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, Gloo is the better choice
+
+_MEMBER = {"version": str, "settings": dict, "node": str, "pids": str, "native": bool}
+_SEGMENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}")  # a file's name, not a path
 
 _log = logging.getLogger("torch_cgx")
 
@@ -107,10 +112,11 @@ def join(
         "cuda_problem": cuda_problem,
     }
     store.set(f"member/{rank}", json.dumps(mine))
-    members = [_read(store, f"member/{other}") for other in range(world)]
+    members = [read_answer(store, f"member/{other}") for other in range(world)]
     for other, theirs in enumerate(members):
         if "mistake" in theirs:
             raise MismatchError(f"rank {global_ranks[other]} could not join the group: {theirs['mistake']}")
+    check_fields(members[0], "member/0", _MEMBER)
     for other, theirs in enumerate(members):
         _compare(members[0], theirs, global_ranks[0], global_ranks[other])
     found = Membership(
@@ -133,10 +139,11 @@ def open_shared_group(joining: Joining, prefix: str) -> SharedGroup | None:
     try:
         if rank == 0:
             store.set("control", json.dumps(created))
-        control = _read(store, "control")
+        control = read_answer(store, "control", {"name": str, "limit": int, "problem": str})
         group, problem = _open_control(control, joining)
         store.set(f"opened/{rank}", json.dumps({"problem": problem}))
-        problems = {other: str(_read(store, f"opened/{other}")["problem"]) for other in range(world)}
+        opened = [read_answer(store, f"opened/{other}", {"problem": str}) for other in range(world)]
+        problems = {other: str(theirs["problem"]) for other, theirs in enumerate(opened)}
     finally:
         if created.get("name"):
             lib = _native.library()
@@ -164,6 +171,8 @@ def _open_control(control: dict[str, Any], joining: Joining) -> tuple[SharedGrou
     rank, world, settings = joining.rank, joining.world, joining.settings
     how = means(settings.simd, thread_count(settings.num_threads, ranks_here=world))
     name, limit_nbytes = str(control["name"]), int(control["limit"])
+    if not _SEGMENT_NAME.fullmatch(name) or not 0 < limit_nbytes <= SEGMENT_LIMIT_NBYTES:
+        return None, f"rank 0 named a segment {shortened(name)} of {limit_nbytes} bytes, which it cannot have made"
     try:
         return SharedGroup(name, rank, world, joining.global_ranks, NAMES, how, limit_nbytes), ""
     except SharedMemoryError as error:
@@ -191,23 +200,19 @@ def _create_control(world: int) -> dict[str, Any]:
     return {"name": name.value.decode(), "limit": limit, "problem": ""}
 
 
-def _read(store: Store, key: str) -> dict[str, Any]:
-    found = json.loads(bytes(store.get(key)))
-    assert isinstance(found, dict)
-    return found
-
-
 def _compare(first: dict[str, Any], other: dict[str, Any], first_rank: int, other_rank: int) -> None:
-    if first["version"] != other["version"]:
+    if first["version"] != other.get("version"):
         raise MismatchError(
             f"all ranks need the same version of torch_cgx: rank {first_rank} has {first['version']}, "
-            f"rank {other_rank} has {other['version']}"
+            f"rank {other_rank} has {shortened(other.get('version'))}"
         )
+    check_fields(other, f"member of rank {other_rank}", _MEMBER)
     differing = [name for name, value in first["settings"].items() if other["settings"].get(name) != value]
     if differing:
         ours, theirs = first["settings"], other["settings"]
         shown = "; ".join(
-            f"{name}: rank {first_rank} has {ours[name]!r}, rank {other_rank} has {theirs.get(name)!r}"
+            f"{name}: rank {first_rank} has {shortened(ours[name])}, "
+            f"rank {other_rank} has {shortened(theirs.get(name))}"
             for name in differing
         )
         raise MismatchError(f"all ranks need the same CGX_* settings: {shown}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_cgx.calls import options_from
 from torch_cgx.carried import CarriedCollectives, unwaited
+from torch_cgx.tensors import check_input, check_output
 from torch_cgx.work import CompositeWork
 
 __all__ = ["ReduceScatters"]
@@ -43,7 +44,9 @@ class ReduceScatters(CarriedCollectives):
         output, shares = outputs[0], inputs[0]
         if len(shares) != self._world:
             raise ValueError(f"reduce_scatter: expected {self._world} input tensors, one a rank, got {len(shares)}")
-        _check_output("reduce_scatter", output, shares[self._rank].numel(), shares[self._rank].dtype)
+        for share in shares:
+            check_input("reduce_scatter", share)
+        _check_output("reduce_scatter", output, shares[self._rank].numel(), shares[self._rank])
         buffer = torch.cat([share.detach().reshape(-1) for share in shares])
         start = sum(share.numel() for share in shares[: self._rank])
         mine = buffer[start : start + shares[self._rank].numel()].view(shares[self._rank].shape)
@@ -55,12 +58,13 @@ class ReduceScatters(CarriedCollectives):
         if backend is not self._gloo:
             run = partial(backend._reduce_scatter_base, output, input, opts)
             return self._carry("reduce_scatter_tensor", run, input.dtype, tuple(input.shape), [output])
+        check_input("reduce_scatter_tensor", input)
         if input.numel() != output.numel() * self._world:
             raise ValueError(
                 f"reduce_scatter_tensor: expected an input of {self._world} times the output's "
                 f"{output.numel()} values, got {input.numel()}"
             )
-        _check_output("reduce_scatter_tensor", output, output.numel(), input.dtype)
+        _check_output("reduce_scatter_tensor", output, output.numel(), input)
         buffer = input.detach().clone(memory_format=torch.contiguous_format).view(-1)
         mine = buffer.view(self._world, -1)[self._rank].view(output.shape)
         return self._scatter_sum("reduce_scatter_tensor", buffer, mine, output, opts)
@@ -81,8 +85,10 @@ class ReduceScatters(CarriedCollectives):
         return CompositeWork([work], lambda: output.detach().copy_(mine), [output], self._completions)
 
 
-def _check_output(operation: str, output: Tensor, numel: int, dtype: torch.dtype) -> None:
-    if output.numel() != numel or output.dtype != dtype:
+def _check_output(operation: str, output: Tensor, numel: int, input: Tensor) -> None:
+    check_output(operation, output)
+    if output.numel() != numel or output.dtype != input.dtype or output.device != input.device:
         raise ValueError(
-            f"{operation}: expected an output of {numel} values of {dtype}, got {output.numel()} of {output.dtype}"
+            f"{operation}: expected an output of {numel} values of {input.dtype} on {input.device}, "
+            f"got {output.numel()} of {output.dtype} on {output.device}"
         )

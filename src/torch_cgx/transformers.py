@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
+from torch_cgx.hooks.exchange import broadcast_state, most_state_nbytes
 
 __all__ = ["CGXCallback"]
 
@@ -86,13 +87,13 @@ class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         """All ranks from their own files, or all from rank 0's, or none: steps and settings must be the same on all."""
         assert self.cgx_state is not None
         own = _file(args, state, dist.get_rank())
-        saved = [torch.load(own, map_location="cpu", weights_only=True) if own.exists() else None]
-        missing = torch.tensor([saved[0] is None], dtype=torch.int64, device=args.device)
+        saved = torch.load(own, map_location="cpu", weights_only=True) if own.exists() else None
+        missing = torch.tensor([saved is None], dtype=torch.int64, device=args.device)
         dist.all_reduce(missing)
         if missing:
-            dist.broadcast_object_list(saved, device=args.device)
-        if saved[0] is not None:
-            self.cgx_state.load_state_dict(saved[0])
+            saved = broadcast_state(saved, most_state_nbytes(self._trainer.model))
+        if saved is not None:
+            self.cgx_state.load_state_dict(saved)
         else:
             _log.warning("%s is not there: the hook's steps and residuals begin anew", own)
 

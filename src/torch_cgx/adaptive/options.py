@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal
 
 from torch_cgx.adaptive.budget import Budget
 from torch_cgx.adaptive.policies import POLICIES
-from torch_cgx.config import Compression
+from torch_cgx.config import Compression, shortened, whole_number
 
 __all__ = ["AUTO", "AdaptiveBits"]
 
@@ -48,19 +49,27 @@ class AdaptiveBits:
     target_step_time: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy: expected one of {', '.join(POLICIES)}; got {self.policy!r}")
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
+            raise ValueError(f"policy: expected one of {', '.join(POLICIES)}; got {shortened(self.policy)}")
         if not _is_range(self.bits_range):
-            raise ValueError(f"bits_range: expected two widths from 1 to 8, the lower first, got {self.bits_range}")
-        if not (isinstance(self.period, int) and self.period >= 1):
-            raise ValueError(f"period: expected 1 step or more, got {self.period}")
-        if not (isinstance(self.warmup, int) and self.warmup >= 1):
-            raise ValueError(f"warmup: expected 1 step or more, got {self.warmup}")
-        if self.layer_alpha is not None and not self.layer_alpha >= 1:
-            raise ValueError(f"layer_alpha: expected 1 or more, or None, got {self.layer_alpha}")
+            raise ValueError(
+                f"bits_range: expected two widths from 1 to 8, the lower first, got {shortened(self.bits_range)}"
+            )
+        for name in ("period", "warmup"):
+            steps = whole_number(name, getattr(self, name), "1 step or more")
+            if steps < 1:
+                raise ValueError(f"{name}: expected 1 step or more, got {steps}")
+            object.__setattr__(self, name, steps)
+        if self.layer_alpha is not None and not (_is_number(self.layer_alpha) and self.layer_alpha >= 1):
+            raise ValueError(f"layer_alpha: expected 1 or more, or None, got {shortened(self.layer_alpha)}")
+        if not _is_number(self.alpha):
+            raise ValueError(f"alpha: expected more than 0, got {shortened(self.alpha)}")
+        if not isinstance(self.least, str):
+            raise ValueError(f'least: expected "bytes" or "error", got {shortened(self.least)}')
         target = self.target_step_time
-        if target is not None and target != AUTO and (isinstance(target, str) or not target > 0):
-            raise ValueError(f'target_step_time: expected seconds, "auto" or None, got {target!r}')
+        timed = target is not None and not (isinstance(target, str) and target == AUTO)
+        if timed and not (_is_number(target) and target > 0):  # type: ignore[operator]
+            raise ValueError(f'target_step_time: expected seconds, "auto" or None, got {shortened(target)}')
         POLICIES[self.policy]((), self.budget(Compression(4, 1024)))  # checks the rest, and what the policy needs
 
     @classmethod
@@ -68,11 +77,15 @@ class AdaptiveBits:
         """What a user gives to a state, or a checkpoint has."""
         if given is None or isinstance(given, AdaptiveBits):
             return given
-        if given == AUTO:
+        if isinstance(given, str) and given == AUTO:
             return cls(target_step_time=AUTO)
         if isinstance(given, Mapping):
-            return cls(**{**given, "bits_range": tuple(given["bits_range"])})
-        raise ValueError(f'adaptive: expected "auto", an AdaptiveBits or None, got {given!r}')
+            names = [field.name for field in fields(cls)]
+            if set(given) != set(names):
+                raise ValueError(f"adaptive: expected the keys {', '.join(names)}, got {shortened(list(given))}")
+            widths = given["bits_range"]
+            return cls(**{**given, "bits_range": tuple(widths) if isinstance(widths, list) else widths})
+        raise ValueError(f'adaptive: expected "auto", an AdaptiveBits or None, got {shortened(given)}')
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,6 +111,10 @@ def _is_range(given: object) -> bool:
     return (
         isinstance(given, (tuple, list))
         and len(given) == 2
-        and all(isinstance(each, int) for each in given)
+        and all(isinstance(each, int) and not isinstance(each, bool) for each in given)
         and 1 <= given[0] <= given[1] <= 8
     )
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given)

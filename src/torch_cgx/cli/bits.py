@@ -78,7 +78,7 @@ def read(path: Path) -> History:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandFailed(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandFailed(
             f"{path}: is not JSON, which json.dump(state.report().as_dict(), file) writes: {error}"
         ) from None
@@ -88,7 +88,7 @@ def read(path: Path) -> History:
         choices = [_choice(each) for each in report["choices"]]
         numels = {name: int(layer["numel"]) for name, layer in report.get("layers", {}).items()}
         end = int(report.get("step", 0))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CommandFailed(
             f'{path}: expected choices with "step", "reason" and "layers": {{name: [bits, bucket size]}}; '
             f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from torch_cgx.adaptive.decision import Decision, Trial, contenders, decide
 from torch_cgx.adaptive.options import AdaptiveBits
 from torch_cgx.backend import ProcessGroupCGX
 from torch_cgx.config import Compression
-from torch_cgx.errors import CGXError
+from torch_cgx.errors import CGXError, MismatchError
 from torch_cgx.hooks.buckets import KnownBucket
 from torch_cgx.hooks.samples import Samples
 from torch_cgx.kernels.cpu import default_kernels
@@ -219,11 +219,14 @@ class Adaptation:
         numbers = message.tolist()
         count = len(names)
         status, bits, blocks = numbers[0], numbers[1 : 1 + count], numbers[1 + count : 1 + 2 * count]
-        reason = bytes(numbers[1 + 2 * count :]).rstrip(b"\0").decode(errors="replace")
+        try:
+            reason = bytes(numbers[1 + 2 * count :]).rstrip(b"\0").decode(errors="replace")
+            chosen = [Compression(width, block) for width, block in zip(bits, blocks, strict=True)]
+        except ValueError as error:
+            raise MismatchError(f"step {step}: rank 0 sent a choice of bits that cannot be: {error}") from None
         if status != _DONE:
             raise CGXError(f"step {step}: rank 0 could not choose bits: {reason}")
-        compressions = {name: Compression(width, block) for name, width, block in zip(names, bits, blocks, strict=True)}
-        self._keep(Choice(step, reason, compressions))
+        self._keep(Choice(step, reason, dict(zip(names, chosen, strict=True))))
         if rank == 0:
             log.info("step %d: %s", step, reason)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch_cgx.config import Compression
+from torch_cgx.config import Compression, shortened
 
 __all__ = ["Choices", "read_compression"]
 
@@ -58,13 +58,15 @@ class Choices:
 def read_compression(where: str, given: Mapping[str, int], default: Compression) -> Compression:
     """A dict with "bits" and "bucket_size", as users write it; what is missing is as in the default."""
     if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: expected a dict with the keys {' and '.join(map(repr, _KEYS))}, got {given!r}")
+        raise ValueError(
+            f"{where}: expected a dict with the keys {' and '.join(map(repr, _KEYS))}, got {shortened(given)}"
+        )
     unknown = [key for key in given if key not in _KEYS]
     if unknown:
-        raise ValueError(f"{where}: expected the keys {' and '.join(map(repr, _KEYS))}, got {unknown[0]!r}")
+        raise ValueError(f"{where}: expected the keys {' and '.join(map(repr, _KEYS))}, got {shortened(unknown[0])}")
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{where}: expected a whole number for {key!r}, got {value!r}")
+            raise ValueError(f"{where}: expected a whole number for {key!r}, got {shortened(value)}")
     try:
         return Compression(given.get("bits", default.bits), given.get("bucket_size", default.block))
     except ValueError as error:

@@ -19,6 +19,7 @@ from torch_cgx.backend import ProcessGroupCGX
 from torch_cgx.config import Compression
 from torch_cgx.hooks.adaptation import Adaptation
 from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
+from torch_cgx.hooks.checks import at_least, check_saved, check_settings
 from torch_cgx.hooks.choices import Choices, read_compression
 from torch_cgx.hooks.groups import cgx_group_of
 from torch_cgx.hooks.report import Report
@@ -65,17 +66,16 @@ class CGXState:
         measure_every: int = 100,
         model: nn.Module | None = None,
     ) -> None:
-        if start_step < 0:
-            raise ValueError(f"start_step: expected 0 or more, got {start_step}")
-        if measure_every < 1:
-            raise ValueError(f"measure_every: expected 1 or more, got {measure_every}")
+        measure_every = at_least("measure_every", measure_every, 1)
+        if model is not None and not isinstance(model, nn.Module):
+            raise ValueError(f"model: expected an nn.Module, got {type(model).__name__}")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler: expected a GradScaler, got {type(grad_scaler).__name__}")
         chooses = AdaptiveBits.of(adaptive)
         settings = {
             "layer_min_size": layer_min_size,
             "compression_params": {} if compression_params is None else compression_params,
-            "overrides": overrides or {},
+            "overrides": {} if overrides is None else overrides,
             "stochastic": stochastic,
             "error_feedback": error_feedback,
             "start_step": start_step,
@@ -130,15 +130,13 @@ class CGXState:
         self._layers.clear()
 
     def _choose(self, settings: Mapping[str, Any]) -> None:
-        layer_min_size = settings["layer_min_size"]
-        if layer_min_size < 0:
-            raise ValueError(f"layer_min_size: expected 0 or more values, got {layer_min_size}")
+        settings = check_settings(settings)
         default = read_compression("compression_params", settings["compression_params"], _DEFAULT)
         overrides = {
             pattern: read_compression(f"overrides[{pattern!r}]", given, default)
             for pattern, given in settings["overrides"].items()
         }
-        choices = Choices(default, layer_min_size, overrides)
+        choices = Choices(default, settings["layer_min_size"], overrides)
         if self._names:
             choices.check_patterns(list(self._numels))
         self._choices = choices
@@ -306,21 +304,22 @@ class CGXState:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from there. What does not fit this rank and this number of ranks is dropped, with a warning."""
-        if saved.get("version") == 1:
-            saved = {
-                **saved,
-                "version": _VERSION,
-                "settings": {**saved["settings"], "adaptive": None},
-                "adaptive": None,
-            }
-        if saved.get("version") != _VERSION:
-            raise ValueError(f"state_dict: expected version 1 to {_VERSION}, got {saved.get('version')!r}")
-        if saved["settings"].keys() != self._settings.keys():
-            raise ValueError(f"state_dict: expected settings {list(self._settings)}, got {list(saved['settings'])}")
+        if isinstance(saved, Mapping) and saved.get("version") == 1 and isinstance(saved.get("settings"), Mapping):
+            before = {**saved["settings"], "adaptive": None}
+            saved = {**saved, "version": _VERSION, "settings": before, "adaptive": None}
+        check_saved(saved, self._settings, _VERSION)
+        kept = self._choices, self._settings, self._adaptation, self._step
+        try:
+            self._load(saved)
+        except Exception:  # what is refused changes nothing
+            self._choices, self._settings, self._adaptation, self._step = kept
+            raise
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
         changed = [name for name, value in saved["settings"].items() if value != self._settings[name]]
         if changed:
             told = ", ".join(f"{name} {self._settings[name]} becomes {saved['settings'][name]}" for name in changed)
-            warnings.warn(f"settings are now those of the checkpoint: {told}", stacklevel=2)
+            warnings.warn(f"settings are now those of the checkpoint: {told}", stacklevel=3)
         self._choose(saved["settings"])
         self._step = int(saved["step"])
         self._load_adaptation(saved["adaptive"])
@@ -335,7 +334,7 @@ class CGXState:
             warnings.warn(
                 f"dropped the residuals of {len(residuals)} layers: they are of rank {saved['rank']} of "
                 f"{saved['world']}, and this is rank {rank} of {world}",
-                stacklevel=2,
+                stacklevel=3,
             )
             residuals = {}
         self._residuals.put(residuals, float(saved["residual_scale"]))

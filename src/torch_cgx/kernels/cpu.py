@@ -200,4 +200,7 @@ def _residual(residual: Tensor | None, values: Tensor) -> int | None:
 
 def _check(status: int) -> None:
     if status != 0:
-        raise ValueError("the native library refused these pieces: bits must be 1 to 8 or 32, block at least 1")
+        raise ValueError(
+            "the native library refused these pieces: expected 1 to 8 bits (float64: 32), or 32, blocks of at least 1 "
+            "value, and a raw tail within each piece"
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from torch_cgx.answers import read_answer
 from torch_cgx.errors import TransportError
 
 __all__ = ["exchange", "raise_first_problem"]
@@ -16,7 +17,7 @@ __all__ = ["exchange", "raise_first_problem"]
 def exchange(store: Store, key: str, rank: int, world: int, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank has to say, by rank; waits for all of them."""
     store.set(f"{key}/{rank}", json.dumps(mine))
-    return [json.loads(bytes(store.get(f"{key}/{other}"))) for other in range(world)]
+    return [read_answer(store, f"{key}/{other}", {"problem": str}) for other in range(world)]
 
 
 def raise_first_problem(transport: str, facts: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from torch_cgx.answers import check_fields
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError
 from torch_cgx.transports import TAGS, Pending, mpi_process
 from torch_cgx.transports.agreement import exchange, raise_first_problem
@@ -44,7 +45,7 @@ def open_mpi(store: Store, rank: int, world: int, timeout: timedelta, global_ran
     """
     mine: dict[str, Any] = {"problem": mpi_process.problem_before(), "process": mpi_process.launched_rank()}
     facts = exchange(store, "launched", rank, world, mine)
-    if len({theirs["process"] for theirs in facts}) < world:
+    if len({str(theirs.get("process")) for theirs in facts}) < world:
         facts[-1]["problem"] = "several ranks share one process of mpirun's: let mpirun start all ranks itself"
     raise_first_problem("MPI", facts, global_ranks)
 
@@ -54,6 +55,8 @@ def open_mpi(store: Store, rank: int, world: int, timeout: timedelta, global_ran
         mine |= {"rank": mpi.COMM_WORLD.Get_rank(), "job": mpi_process.job_name()}
     facts = exchange(store, "initialised", rank, world, mine)
     raise_first_problem("MPI", facts, global_ranks)
+    for other, theirs in enumerate(facts):
+        check_fields(theirs, f"initialised/{other}", {"name": int, "rank": int, "job": str})
     if len({theirs["job"] for theirs in facts}) > 1 or len({theirs["rank"] for theirs in facts}) < world:
         facts[0]["problem"] = "the ranks are of more than one mpirun: start all of them with one"
         raise_first_problem("MPI", facts, global_ranks)

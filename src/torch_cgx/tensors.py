@@ -1,0 +1,133 @@
+"""Which tensors a collective takes: those that Gloo or a kernel would read wrong, or write outside of, are refused.
+
+Gloo takes a tensor for numel values from its first address on, whatever its strides say: of `x[::2]` it would reduce
+the wrong half, and of a view that overlaps itself write far beyond the end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "check_in_place",
+    "check_input",
+    "check_output",
+    "first_of",
+    "laid_out_like",
+    "sharing_memory",
+    "strides_hash",
+]
+
+
+# What Gloo carries; most of torch's functions make complex ones real before they come here.
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def check_in_place(operation: str, tensor: Tensor, *, sparse: bool = False) -> None:
+    """Of a tensor whose memory is sent, or written, as it lies."""
+    if sparse and tensor.layout is torch.sparse_coo:
+        return
+    check_input(operation, tensor)
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(
+            f"{operation}: expected values as they lie in memory, got a negative or conjugate view: call "
+            ".resolve_neg() or .resolve_conj() first"
+        )
+    if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        raise ValueError(
+            f"{operation}: expected a tensor without gaps or overlaps in memory, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}: call .contiguous() first"
+        )
+
+
+def check_input(operation: str, tensor: Tensor) -> None:
+    """Of a tensor that is copied before it is sent."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        got = "a nested one" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(
+            f"{operation}: expected a dense tensor, got {got}: call .to_dense() or .to_padded_tensor() first"
+        )
+
+    if tensor.dtype not in _DTYPES and not tensor.is_complex():
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise TypeError(f"{operation}: expected a CPU tensor of {names} or complex numbers, got {tensor.dtype}")
+
+
+def check_output(operation: str, tensor: Tensor) -> None:
+    """Of a tensor that a result is copied into."""
+    check_input(operation, tensor)
+    if not tensor.is_contiguous() and _may_overlap(tensor):
+        raise ValueError(
+            f"{operation}: expected an output whose values do not overlap in memory, got shape {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()}: call .clone() first"
+        )
+
+
+def laid_out_like(operation: str, tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor, or a copy of it whose values lie in memory as the other's do."""
+    check_input(operation, tensor)
+    if tensor.shape != other.shape:
+        return tensor.detach().resolve_neg().resolve_conj().contiguous()
+    if tensor.stride() == other.stride() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())
+
+
+def strides_hash(tensor: Tensor) -> int:
+    """0 where it is contiguous; the same in every process."""
+    return 0 if tensor.is_contiguous() else zlib.crc32(repr(tensor.stride()).encode())
+
+
+def first_of(operation: str, tensors: Sequence[Tensor]) -> Tensor:
+    """What an operation on a list is told by."""
+    if not tensors:
+        raise ValueError(f"{operation}: expected at least one tensor, got an empty list")
+    return tensors[0]
+
+
+def sharing_memory(tensors: Sequence[Tensor]) -> list[bool]:
+    """Of each, whether another of the list has a byte in common with it (or may have, where views interleave)."""
+    homes = [
+        tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor) for tensor in tensors
+    ]
+    if len(set(homes)) == len(homes):
+        return [False] * len(tensors)
+    shared = [False] * len(tensors)
+    spans = sorted(
+        (home, *_span(tensor), number) for number, (home, tensor) in enumerate(zip(homes, tensors, strict=True))
+    )
+    reaching = spans[0]  # of those so far, the one that ends last
+    for span in spans[1:]:
+        if span[0] == reaching[0] and span[1] < reaching[2]:
+            shared[span[3]] = shared[reaching[3]] = True
+        if span[0] != reaching[0] or span[2] > reaching[2]:
+            reaching = span
+    return shared
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where its first value lies, and where its last one ends."""
+    if tensor.layout is not torch.strided:
+        return 0, 1
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), tensor.data_ptr()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Unless every step along a dimension leads beyond all that smaller steps reach."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
