@@ -8,6 +8,7 @@
 #                  what bits that choose themselves save (ACCURACY_DATA: the folder of data)
 #   make accuracy  train with and without compression, five seeds each, and compare (ACCURACY_DATA: the folder of data)
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
+#   make model     check the model of the shared-memory protocol with spin, and that it finds mistakes put in on purpose
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
 #   make clean     remove what make has made
 
@@ -33,7 +34,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test matrix lint bench accuracy sanitize native install clean
+.PHONY: demo test matrix lint bench accuracy sanitize model native install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -81,6 +82,10 @@ accuracy: $(STAMP)
 # Needs neither Python nor torch. PARTS="address valgrind" runs those alone; .ci/sanitize names them all.
 sanitize:
 	@sh .ci/sanitize $(PARTS)
+
+# Needs neither Python nor torch.
+model:
+	@sh .ci/model
 
 native: $(STAMP)
 	$(BIN)/cmake --install build/pip --prefix src

@@ -142,6 +142,9 @@ def _open_control(control: dict[str, Any], joining: Joining) -> tuple[SharedGrou
     rank, world, settings = joining.rank, joining.world, joining.settings
     how = means(settings.simd, thread_count(settings.num_threads, ranks_here=world))
     name, limit_nbytes = str(control["name"]), int(control["limit"])
+    if not SEGMENT_FLOOR_NBYTES <= limit_nbytes <= SEGMENT_LIMIT_NBYTES:
+        allowed = f"{SEGMENT_FLOOR_NBYTES} to {SEGMENT_LIMIT_NBYTES}"
+        return None, f"rank 0 set a limit of {limit_nbytes} bytes of shared memory; expected {allowed}"
     try:
         return SharedGroup(name, rank, world, joining.global_ranks, NAMES, how, limit_nbytes), ""
     except SharedMemoryError as error:

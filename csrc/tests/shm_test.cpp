@@ -1,0 +1,452 @@
+// Ranks of one group as threads of one process: results, hand-overs, growth, and everything that ends a group.
+//
+//   shm_test [--quick]
+//
+// Over the C ABI alone but for the fields of the control segment that a hostile peer would write. Linked with
+// one_mapping.cpp instead of shm/segment.cpp all ranks see a segment at one address, without which ThreadSanitizer,
+// which goes by addresses, would not know that they share it.
+#include <atomic>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cgx.h"
+#include "shm/control.h"
+#include "shm/segment.h"
+
+namespace {
+
+constexpr int64_t kLimitNbytes = 8 << 20;
+constexpr int64_t kTimeoutMs = 60000;
+constexpr cgx_means kMeans = {CGX_SCALAR, 1};
+bool quick = false;
+
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vfprintf(stderr, format, arguments);
+  va_end(arguments);
+  fputc('\n', stderr);
+  abort();
+}
+
+using Slices = std::vector<std::vector<int64_t>>;  // by slice and chunk: how many values; 0: an empty chunk
+
+struct PlanDeleter {
+  void operator()(cgx_plan* plan) const { cgx_plan_free(plan); }
+};
+using Plan = std::unique_ptr<cgx_plan, PlanDeleter>;
+
+// Scatter-reduce-allgather, as src/torch_cgx/algorithms has it.
+Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
+  std::vector<cgx_piece> pieces;
+  std::vector<cgx_slot> slots;
+  std::vector<int64_t> inputs, slice_steps = {0};
+  std::vector<cgx_step> steps;
+  int64_t value = 0, half_nbytes = 0;
+  for (const std::vector<int64_t>& chunks : slices) {
+    const int64_t first_piece = static_cast<int64_t>(pieces.size()), first_slot = static_cast<int64_t>(slots.size());
+    int64_t offset = 0;
+    for (int64_t chunk = 0; chunk < world; ++chunk) {
+      pieces.push_back({value, chunks[chunk], 0, 0, 64, bits});
+      value += chunks[chunk];
+      const int64_t nbytes = chunks[chunk] ? cgx_piece_payload_nbytes(&pieces.back(), CGX_FLOAT32) : 0;
+      for (int64_t writer = 0; writer < world; ++writer) {  // the owner's slot is the sum's
+        slots.push_back({offset, nbytes, writer, chunk});
+        offset += (nbytes + 63) / 64 * 64;
+      }
+    }
+    half_nbytes = std::max(half_nbytes, offset);
+    const auto slot = [&](int64_t writer, int64_t chunk) { return first_slot + chunk * world + writer; };
+    const auto add = [&](int64_t kind, int64_t slot, int64_t peer, int64_t chunk) {
+      steps.push_back({kind, slot, peer, first_piece + chunk, 1, 0, 0, 0});
+    };
+    for (int64_t d = 1; d < world; ++d)
+      if (const int64_t owner = (rank + d) % world; chunks[owner]) {
+        add(CGX_STEP_ENCODE, slot(rank, owner), 0, owner);
+        add(CGX_STEP_SEND, slot(rank, owner), owner, owner);
+      }
+    if (chunks[rank]) {
+      for (int64_t d = world - 1; d > 0; --d)
+        add(CGX_STEP_RECEIVE, slot((rank + d) % world, rank), (rank + d) % world, rank);
+      add(CGX_STEP_REDUCE, slot(rank, rank), 0, rank);
+      steps.back().first_input = static_cast<int64_t>(inputs.size());
+      steps.back().n_inputs = world - 1;
+      for (int64_t peer = 0; peer < world; ++peer)
+        if (peer != rank) inputs.push_back(slot(peer, rank));
+      for (int64_t d = 1; d < world; ++d) add(CGX_STEP_SEND, slot(rank, rank), (rank + d) % world, rank);
+    }
+    for (int64_t d = 1; d < world; ++d)
+      if (const int64_t owner = (rank + d) % world; chunks[owner]) {
+        add(CGX_STEP_RECEIVE, slot(owner, owner), owner, owner);
+        add(CGX_STEP_DECODE, slot(owner, owner), 0, owner);
+      }
+    slice_steps.push_back(static_cast<int64_t>(steps.size()));
+  }
+  Plan plan(cgx_plan_new(world, CGX_FLOAT32, pieces.data(), int64_t(pieces.size()), slots.data(), int64_t(slots.size()),
+                         inputs.data(), int64_t(inputs.size()), steps.data(), int64_t(steps.size()), slice_steps.data(),
+                         int64_t(slices.size()), half_nbytes));
+  if (!plan) fail("an inconsistent plan");
+  return plan;
+}
+
+int64_t numel_of(const Slices& slices) {
+  int64_t numel = 0;
+  for (const auto& chunks : slices)
+    for (int64_t n : chunks) numel += n;
+  return numel;
+}
+
+cgx_call call_of(int64_t numel, int64_t bits, int operation = 0) {
+  cgx_call call = {};
+  call.operation = operation;
+  call.root = -1;
+  call.bits = static_cast<int32_t>(bits);
+  call.block = 64;
+  call.ndim = 1;
+  call.numel = call.dims[0] = numel;
+  return call;
+}
+
+struct GroupDeleter {
+  void operator()(cgx_group* group) const { cgx_group_free(group); }
+};
+using Group = std::unique_ptr<cgx_group, GroupDeleter>;
+
+Group open_group(const std::string& name, int64_t rank, int64_t world) {
+  std::vector<int32_t> global_ranks;
+  for (int32_t r = 0; r < world; ++r) global_ranks.push_back(r);
+  char error[512] = "";
+  Group group(cgx_group_open(name.c_str(), rank, world, global_ranks.data(), "all_reduce\nbroadcast", "float32", "SUM",
+                             &kMeans, kLimitNbytes, error, sizeof error));
+  if (!group) fail("rank %d cannot open the group: %s", int(rank), error);
+  return group;
+}
+
+// One thread a rank, each with a group of its own over one control segment.
+void with_ranks(int64_t world, const std::function<void(cgx_group*, int64_t)>& body) {
+  char name[64], error[512];
+  if (cgx_control_create(world, name, sizeof name, error, sizeof error) != CGX_OK) fail("%s", error);
+  std::vector<Group> groups;
+  for (int64_t rank = 0; rank < world; ++rank) groups.push_back(open_group(name, rank, world));
+  cgx_control_unlink(name);
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < world; ++rank)
+    threads.emplace_back([&, rank] {
+      body(groups[static_cast<size_t>(rank)].get(), rank);
+      cgx_group_close(groups[static_cast<size_t>(rank)].get());
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+struct Pending {
+  Plan plan;
+  std::vector<float> values;
+  Slices slices;
+  int64_t bits, number;
+};
+
+int64_t submit(cgx_group* group, const cgx_call& call, Pending& op, bool wake, int64_t timeout_ms = kTimeoutMs) {
+  cgx_submission what = {};
+  what.plan = op.plan.get();
+  what.values = op.values.data();
+  what.scale = 1;
+  what.timeout_ms = timeout_ms;
+  what.wake = wake;
+  return op.number = cgx_group_submit(group, &call, &what);
+}
+
+int wait(cgx_group* group, int64_t number, int64_t slice_ms) {
+  if (number < 0) return static_cast<int>(number);
+  for (;;) {
+    const int status = cgx_group_wait(group, number, slice_ms);
+    if (status != CGX_PENDING) return status;
+    if (slice_ms == 0) std::this_thread::yield();
+  }
+}
+
+void must_be(cgx_group* group, int64_t rank, int status, std::initializer_list<int> expected, const char* text) {
+  char error[2048];
+  cgx_group_error(group, error, sizeof error);
+  bool fits = strstr(error, text) != nullptr;
+  bool known = false;
+  for (int e : expected) known = known || status == e;
+  if (!known || !fits) fail("rank %d: status %d, \"%s\"; expected \"%s\"", int(rank), status, error, text);
+}
+
+float value_of(int64_t rank, int64_t i, int64_t round) { return float((i * 7 + rank * 3 + round) % 17 - 8) / 8; }
+
+void check_result(const Pending& op, int64_t world, int64_t round) {
+  // Each of world - 1 contributions loses half a unit of 2/15, the sum half of one of 2 world/15 and a little.
+  const float allowed = op.bits == 32 ? 0 : float(world - 1) / 15 + float(world) / 15 * 1.2f;
+  for (size_t i = 0; i < op.values.size(); ++i) {
+    float sum = 0;
+    for (int64_t rank = 0; rank < world; ++rank) sum += value_of(rank, int64_t(i), round);
+    if (!(std::fabs(op.values[i] - sum) <= allowed))
+      fail("round %d, value %d: %f instead of %f", int(round), int(i), op.values[i], sum);
+  }
+}
+
+// Sizes rise, so that the segment grows; chunks are empty now and then; some calls wait at once, some are left to the
+// group's thread, some are left in the middle.
+void results_of_mixed_operations(int64_t world) {
+  const int64_t rounds = quick ? 60 : 300;
+  std::vector<std::vector<std::vector<float>>> seen(static_cast<size_t>(world));
+  with_ranks(world, [&](cgx_group* group, int64_t rank) {
+    std::mt19937_64 agreed(42), own(static_cast<uint64_t>(rank) + 1);
+    std::vector<Pending> pending;
+    std::vector<int64_t> rounds_of;
+    for (int64_t round = 0; round < rounds; ++round) {
+      Pending op;
+      const int64_t most = 1 + (round * (quick ? 40 : 200)) / rounds * 10;
+      for (uint64_t n = 1 + agreed() % 4; n > 0; --n) {
+        std::vector<int64_t> chunks;
+        for (int64_t c = 0; c < world; ++c)
+          chunks.push_back(agreed() % 3 ? 8 * (1 + int64_t(agreed() % uint64_t(most))) : 0);
+        chunks[agreed() % uint64_t(world)] = 8;
+        op.slices.push_back(chunks);
+      }
+      op.bits = agreed() % 2 ? 4 : 32;
+      const bool left = agreed() % 3 == 0;
+      const int64_t numel = numel_of(op.slices);
+      op.plan = sra(op.slices, rank, world, op.bits);
+      for (int64_t i = 0; i < numel; ++i) op.values.push_back(value_of(rank, i, round));
+      pending.push_back(std::move(op));
+      rounds_of.push_back(round);
+      const bool wake = left || own() % 4 == 0;
+      submit(group, call_of(numel, pending.back().bits), pending.back(), wake);
+      if (left && pending.size() < 5) continue;
+      const int64_t slices_ms[] = {0, 1, 100};
+      const int64_t slice_ms = slices_ms[own() % 3];
+      std::thread other;  // a second caller, which competes for the role
+      if (pending.size() > 1)
+        other = std::thread([&] {
+          if (wait(group, pending[0].number, 100) != CGX_OK) fail("the second caller's wait failed");
+        });
+      const int status = wait(group, pending.back().number, slice_ms);
+      if (other.joinable()) other.join();
+      must_be(group, rank, status, {CGX_OK}, "");
+      for (size_t i = 0; i < pending.size(); ++i) {
+        check_result(pending[i], world, rounds_of[i]);
+        seen[static_cast<size_t>(rank)].push_back(pending[i].values);
+      }
+      pending.clear();
+      rounds_of.clear();
+    }
+    // What was left to the thread last.
+    for (size_t i = 0; i < pending.size(); ++i) {
+      must_be(group, rank, wait(group, pending[i].number, 100), {CGX_OK}, "");
+      check_result(pending[i], world, rounds_of[i]);
+      seen[static_cast<size_t>(rank)].push_back(pending[i].values);
+    }
+    cgx_stats stats;
+    cgx_group_stats(group, &stats);
+    if (stats.operations != rounds) fail("rank %d counts %d operations", int(rank), int(stats.operations));
+  });
+  for (int64_t rank = 1; rank < world; ++rank)
+    if (seen[static_cast<size_t>(rank)] != seen[0]) fail("rank %d has other bits than rank 0", int(rank));
+}
+
+void mixed_2() { results_of_mixed_operations(2); }
+void mixed_3() { results_of_mixed_operations(3); }
+
+Pending simple(int64_t rank, int64_t world, int64_t numel = 64) {
+  Pending op;
+  op.slices = {std::vector<int64_t>(static_cast<size_t>(world), numel)};
+  op.bits = 4;
+  op.plan = sra(op.slices, rank, world, op.bits);
+  op.values.assign(static_cast<size_t>(numel * world), 1.0f);
+  return op;
+}
+
+void a_failure_is_told_to_all() {
+  with_ranks(3, [](cgx_group* group, int64_t rank) {
+    if (rank == 1) {
+      cgx_group_fail(group, CGX_ERROR_POISONED, "the hook raised");
+      return;
+    }
+    Pending op = simple(rank, 3);
+    const int status = wait(group, submit(group, call_of(192, 4), op, rank == 0), 100);
+    must_be(group, rank, status, {CGX_ERROR_POISONED}, "rank 1 failed");
+  });
+}
+
+void ranks_that_lose_step_are_told() {
+  with_ranks(3, [](cgx_group* group, int64_t rank) {
+    Pending op = simple(rank, 3);
+    const int status = wait(group, submit(group, call_of(192, 4, rank == 2), op, rank == 0), 100);
+    must_be(group, rank, status, {CGX_ERROR_MISMATCH}, "ranks have lost step at operation 1");
+  });
+}
+
+void a_peer_that_never_calls_is_a_timeout() {
+  std::atomic<int> raised{0};
+  with_ranks(2, [&](cgx_group* group, int64_t rank) {
+    if (rank == 1) {
+      while (raised.load() == 0) std::this_thread::yield();
+      return;
+    }
+    Pending op = simple(rank, 2);
+    const int status = wait(group, submit(group, call_of(128, 4), op, false, 30), 100);
+    must_be(group, rank, status, {CGX_ERROR_TIMEOUT}, "rank 1 has called nothing yet");
+    raised = 1;
+  });
+}
+
+// Closed by another thread while this one waits, and the group's thread runs an operation; then once more.
+void closing_ends_waits_and_is_told_to_peers() {
+  for (int turn = 0; turn < (quick ? 10 : 40); ++turn)
+    with_ranks(2, [turn](cgx_group* group, int64_t rank) {
+      Pending op = simple(rank, 2), next = simple(rank, 2);
+      if (rank == 1) {
+        const int status = wait(group, submit(group, call_of(128, 4), op, turn % 2), 100);
+        if (status == CGX_OK) {
+          const int later = wait(group, submit(group, call_of(128, 4), next, turn % 2), 100);
+          must_be(group, rank, later, {CGX_ERROR_PEER_LOST}, "has left the group");
+        } else {
+          must_be(group, rank, status, {CGX_ERROR_PEER_LOST}, "has left the group");
+        }
+        return;
+      }
+      must_be(group, rank, wait(group, submit(group, call_of(128, 4), op, true), 100), {CGX_OK}, "");
+      std::thread closer([group, turn] {
+        for (int i = 0; i < turn * 10; ++i) std::this_thread::yield();
+        cgx_group_close(group);
+      });
+      Pending unmet = simple(rank, 2);
+      const int64_t number = submit(group, call_of(128, 4, 0), unmet, turn % 3 == 0);
+      const int status = wait(group, number, 100);
+      closer.join();  // from here on nobody touches the tensors
+      if (status != CGX_OK && status != CGX_ERROR_CLOSED && status != CGX_ERROR_PEER_LOST)
+        fail("status %d of a wait on a closed group", status);
+      cgx_group_close(group);
+    });
+}
+
+void leaving_while_the_segment_is_made_is_told_to_peers() {
+  std::atomic<int> closed{0};
+  with_ranks(2, [&](cgx_group* group, int64_t rank) {
+    Pending op = simple(rank, 2);
+    if (rank == 0) {
+      const int64_t number = submit(group, call_of(128, 4), op, true);
+      cgx_group_wait(group, number, 50);
+      cgx_group_close(group);
+      closed = 1;
+      return;
+    }
+    while (closed.load() == 0) std::this_thread::yield();
+    const int status = wait(group, submit(group, call_of(128, 4), op, false), 100);
+    must_be(group, rank, status, {CGX_ERROR_PEER_LOST}, "has left the group");
+  });
+}
+
+void the_board_is_read_while_it_is_written() {
+  with_ranks(3, [](cgx_group* group, int64_t rank) {
+    char text[2048];
+    for (int64_t i = 1; i <= (quick ? 2000 : 20000); ++i) {
+      const cgx_call call = call_of(i, 32);
+      if (cgx_group_note(group, &call) != i) fail("operation %d has another number", int(i));
+      if (cgx_group_check(group, i, 0) != CGX_OK) must_be(group, rank, -1, {CGX_OK}, "");
+      if (i % 64 == 0) cgx_group_laggards(group, i, text, sizeof text);
+    }
+  });
+}
+
+void what_a_hostile_peer_writes_stays_inside() {
+  char name[64], error[512], text[2048];
+  if (cgx_control_create(2, name, sizeof name, error, sizeof error) != CGX_OK) fail("%s", error);
+  Group group = open_group(name, 0, 2);
+  cgx::Segment segment;
+  const cgx::ControlLayout layout(2);
+  const std::string problem = cgx::Segment::open(name, layout.nbytes, &segment);
+  if (!problem.empty()) fail("%s", problem.c_str());
+  cgx_control_unlink(name);
+  auto* control = reinterpret_cast<cgx::Control*>(segment.data());
+  auto* ranks = reinterpret_cast<cgx::RankControl*>(segment.data() + layout.ranks_at);
+  for (int64_t number : {int64_t(-1), int64_t(-127), INT64_MIN}) {
+    ranks[1].noted = number;
+    ranks[1].noted_at_ns = INT64_MIN;
+    cgx_group_laggards(group.get(), 1, text, sizeof text);
+    if (strcmp(text, "rank 1 has called nothing yet") != 0) fail("of number %lld: %s", (long long)(number), text);
+  }
+  ranks[1].noted = INT64_MAX;
+  cgx_group_laggards(group.get(), INT64_MAX, text, sizeof text);
+  // A data segment larger than the group may take, and one with a name that leaves the folder.
+  memset(control->data_name, 'x', sizeof control->data_name);
+  memset(control->poison_text, 'x', sizeof control->poison_text);
+  control->poison_rank = 77;
+  control->poisoned = 1;
+  if (cgx_group_check(group.get(), 0, 0) != CGX_OK) fail("poison of a rank that does not exist was taken");
+  control->poison_rank = 1;
+  control->poison_status = 12345;
+  if (cgx_group_check(group.get(), 0, 0) != CGX_ERROR_POISONED) fail("poison was not taken");
+}
+
+void a_data_segment_out_of_bounds_is_refused() {
+  struct Lie {
+    const char* name;
+    int64_t nbytes;
+    const char* text;
+  };
+  const Lie lies[] = {{"cgx-0123456789abcdef0123456789abcdef", kLimitNbytes * 2, "of a size that this operation"},
+                      {"cgx-0123456789abcdef0123456789abcdef", -1, "of a size that this operation"},
+                      {"../etc/passwd", 1 << 20, "none of ours"},
+                      {"cgx-/../../../../../../../../etc/passw", 1 << 20, "none of ours"}};
+  for (const Lie& lie : lies) {
+    char name[64], error[512];
+    if (cgx_control_create(2, name, sizeof name, error, sizeof error) != CGX_OK) fail("%s", error);
+    Group group = open_group(name, 1, 2);
+    cgx::Segment segment;
+    const std::string problem = cgx::Segment::open(name, cgx::ControlLayout(2).nbytes, &segment);
+    if (!problem.empty()) fail("%s", problem.c_str());
+    cgx_control_unlink(name);
+    auto* control = reinterpret_cast<cgx::Control*>(segment.data());
+    memcpy(control->data_name, lie.name, strlen(lie.name) + 1);
+    control->data_nbytes = lie.nbytes;
+    control->generation = 1;
+    Pending op = simple(1, 2);
+    const int status = wait(group.get(), submit(group.get(), call_of(128, 4), op, false), 100);
+    must_be(group.get(), 1, status, {CGX_ERROR_SHARED_MEMORY}, lie.text);
+  }
+}
+
+struct Check {
+  const char* name;
+  void (*run)();
+};
+constexpr Check kChecks[] = {
+    {"mixed operations of 2 ranks", mixed_2},
+    {"mixed operations of 3 ranks", mixed_3},
+    {"a failure is told to all", a_failure_is_told_to_all},
+    {"ranks that lose step are told", ranks_that_lose_step_are_told},
+    {"a peer that never calls is a time-out", a_peer_that_never_calls_is_a_timeout},
+    {"closing ends waits and is told to peers", closing_ends_waits_and_is_told_to_peers},
+    {"leaving while the segment is made is told to peers", leaving_while_the_segment_is_made_is_told_to_peers},
+    {"the board is read while it is written", the_board_is_read_while_it_is_written},
+    {"what a hostile peer writes stays inside", what_a_hostile_peer_writes_stays_inside},
+    {"a data segment out of bounds is refused", a_data_segment_out_of_bounds_is_refused},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
+    fprintf(stderr, "usage: %s [--quick]\n", argv[0]);
+    return 2;
+  }
+  quick = argc == 2;
+  for (const Check& check : kChecks) {
+    check.run();
+    printf("ok: %s\n", check.name);
+    fflush(stdout);
+  }
+  return 0;
+}
