@@ -10,6 +10,7 @@
 #   make soak      20 minutes of mixed load, every result checked, and watched for what grows (SOAK_MINUTES)
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
 #   make fuzz      every target of tests/fuzz for FUZZ_S seconds, guided by coverage where atheris can be had
+#   make model     check the model of the shared-memory protocol with spin, and that it finds mistakes put in on purpose
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
 #   make clean     remove what make has made
 
@@ -37,7 +38,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test matrix lint bench accuracy soak sanitize fuzz native install clean
+.PHONY: demo test matrix lint bench accuracy soak sanitize fuzz model native install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -92,6 +93,10 @@ sanitize:
 fuzz: $(STAMP)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
 	$(BIN)/python tests/fuzz --seconds $(FUZZ_S) --json $(RESULTS)/fuzz.json
+
+# Needs neither Python nor torch.
+model:
+	@sh .ci/model
 
 native: $(STAMP)
 	$(BIN)/cmake --install build/pip --prefix src

@@ -1,5 +1,6 @@
 // The groups' part of the C ABI: no exception passes it.
 #include <cstring>
+#include <memory>
 #include <new>
 #include <string>
 
@@ -48,17 +49,22 @@ cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const i
                           const cgx_means* means, int64_t segment_limit_nbytes, char* error, int64_t error_nbytes) try {
   const cgx::ControlLayout layout(world);
   cgx::Segment segment;
-  std::string problem = cgx::Segment::open(name, layout.nbytes, &segment);
+  std::string problem;
+  if (rank < 0 || rank >= world)
+    problem = "rank " + std::to_string(rank) + " is none of " + std::to_string(world);
+  else
+    problem = cgx::Segment::open(name, layout.nbytes, &segment);
   if (problem.empty()) {
     const auto* control = reinterpret_cast<const cgx::Control*>(segment.data());
     if (control->magic != cgx::kMagic || control->world != world)
       problem = "the control segment is of another version or group";
   }
   put(problem, error, error_nbytes);
-  if (!problem.empty() || rank < 0 || rank >= world) return nullptr;
-  auto* group = new cgx_group{{std::move(segment), rank, world, global_ranks, *means, segment_limit_nbytes}, layout};
+  if (!problem.empty()) return nullptr;
+  std::unique_ptr<cgx_group> group(
+      new cgx_group{{std::move(segment), rank, world, global_ranks, *means, segment_limit_nbytes}, layout});
   group->inner.start(operation_names, dtype_names, reduction_names);
-  return group;
+  return group.release();
 } catch (const std::exception& e) {
   put(e.what(), error, error_nbytes);
   return nullptr;

@@ -40,8 +40,9 @@ void Board::set_names(const char* operations, const char* dtypes, const char* re
   reductions_ = split(reductions);
 }
 
+// The number may be a peer's word: whatever it is, the entry is one of that rank's.
 BoardEntry& Board::entry(int64_t rank, int64_t sequence) const {
-  return entries_[rank * kBoardEntries + sequence % kBoardEntries];
+  return entries_[rank * kBoardEntries + static_cast<int64_t>(static_cast<uint64_t>(sequence) % kBoardEntries)];
 }
 
 int64_t Board::note(const cgx_call& call) {
@@ -49,7 +50,9 @@ int64_t Board::note(const cgx_call& call) {
   BoardEntry& mine = entry(rank_, sequence);
   mine.sequence.store(0, std::memory_order_relaxed);  // a reader in between sees that it read nothing whole
   std::atomic_thread_fence(std::memory_order_release);
-  mine.call = call;
+  uint64_t words[kCallWords];
+  std::memcpy(words, &call, sizeof call);
+  for (size_t i = 0; i < kCallWords; ++i) mine.call[i].store(words[i], std::memory_order_relaxed);
   mine.sequence.store(sequence, std::memory_order_release);
   ranks_[rank_].noted_at_ns.store(now_ns(), std::memory_order_relaxed);
   ranks_[rank_].noted.store(sequence, std::memory_order_release);
@@ -59,7 +62,9 @@ int64_t Board::note(const cgx_call& call) {
 bool Board::read(int64_t rank, int64_t sequence, cgx_call* call) const {
   const BoardEntry& theirs = entry(rank, sequence);
   if (theirs.sequence.load(std::memory_order_acquire) != sequence) return false;
-  std::memcpy(call, &theirs.call, sizeof *call);
+  uint64_t words[kCallWords];
+  for (size_t i = 0; i < kCallWords; ++i) words[i] = theirs.call[i].load(std::memory_order_relaxed);
+  std::memcpy(call, words, sizeof *call);
   std::atomic_thread_fence(std::memory_order_acquire);
   return theirs.sequence.load(std::memory_order_relaxed) == sequence;
 }
@@ -96,8 +101,10 @@ std::string Board::describe(int64_t rank, int64_t sequence) const {
 
 std::string Board::position(int64_t rank) const {
   const int64_t latest = ranks_[rank].noted.load(std::memory_order_acquire);
-  if (latest == 0) return "has called nothing yet";
-  const int64_t age_s = (now_ns() - ranks_[rank].noted_at_ns.load(std::memory_order_relaxed)) / 1000000000;
+  if (latest <= 0) return "has called nothing yet";
+  const int64_t now = now_ns();
+  const int64_t age_s =
+      (now - std::clamp<int64_t>(ranks_[rank].noted_at_ns.load(std::memory_order_relaxed), 0, now)) / 1000000000;
   return "called operation " + std::to_string(latest) + ", " + describe(rank, latest) + ", last, " +
          std::to_string(age_s) + " s ago";
 }

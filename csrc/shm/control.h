@@ -1,6 +1,6 @@
 // The control segment: what ranks of a group tell each other besides payloads.
 //
-// Rules of the protocol (docs/design.md tells them in full):
+// Rules of the protocol (docs/design.md tells them in full, model/slices.pml is checked by spin):
 //
 // - flag: the writer of a slot stores the slice's number there, with release, once the payload is whole.
 // - done: a rank stores the number of the slice that it has left behind; it will read nothing of it any more.
@@ -14,6 +14,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 #include "cgx.h"
@@ -32,9 +33,12 @@ struct alignas(64) Flag {
   std::atomic<uint64_t> fingerprint[2];  // by half: of the call that the payload belongs to
 };
 
+constexpr size_t kCallWords = sizeof(cgx_call) / sizeof(uint64_t);
+static_assert(kCallWords * sizeof(uint64_t) == sizeof(cgx_call), "a call is kept as whole words");
+
 struct alignas(64) BoardEntry {
   std::atomic<int64_t> sequence;
-  cgx_call call;
+  std::atomic<uint64_t> call[kCallWords];  // a cgx_call; atomic, since a peer may read it while it is written over
 };
 
 struct alignas(64) RankControl {

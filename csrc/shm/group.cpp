@@ -136,7 +136,8 @@ int Group::wait(int64_t number, int64_t slice_ms) {
     } else {
       std::unique_lock<std::mutex> lock(queue_mutex_);
       const auto slice = std::chrono::nanoseconds(std::max<int64_t>(0, until_ns - now_ns()));
-      work_done_.wait_for(lock, slice, [&] { return completed() >= number || status_.load() != CGX_OK; });
+      work_done_.wait_for(lock, slice,
+                          [&] { return completed() >= number || status_.load() != CGX_OK || closed_.load(); });
     }
     if (completed() < number && status_.load() == CGX_OK && now_ns() >= until_ns) return CGX_PENDING;
   }
@@ -335,6 +336,9 @@ int Group::ensure_segment(Operation& op, int64_t until_ns) {
                           ? "rank 0 made a shared segment of a size that this operation cannot use"
                           : Segment::open(segment_name, nbytes, &data_);
   if (!error.empty()) {
+    // A rank 0 that fails or leaves removes the name: then that is what has happened.
+    if (poison_arrived()) return status_.load();
+    if (ranks_[0].life.load(std::memory_order_acquire) == kLeft) return fail_lost(0, operation_name(op));
     fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
     return CGX_ERROR_SHARED_MEMORY;
   }
@@ -378,8 +382,8 @@ void Group::close() {
     for (const Operation& each : queue_) keep(record_of(each, CGX_RECORD_FAILED));
     queue_.clear();
   }
-  if (created_generation_) Segment::unlink(control_->data_name);
   ranks_[rank_].life.store(kLeft, std::memory_order_release);
+  if (created_generation_) Segment::unlink(control_->data_name);
   for (int64_t peer = 0; peer < world_; ++peer) {
     if (peer == rank_) continue;
     ranks_[peer].bell.fetch_add(1);

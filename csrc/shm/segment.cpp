@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -15,24 +16,45 @@ namespace {
 
 constexpr char kFolder[] = "/dev/shm/";
 constexpr char kPrefix[] = "cgx-";
+constexpr char kDigits[] = "0123456789abcdef";
+constexpr size_t kRandomNbytes = 16;
 
 std::string failure(const std::string& what, int error) { return what + ": " + std::strerror(error); }
 
 std::string random_name(std::string* name) {
-  uint8_t bytes[16];
+  uint8_t bytes[kRandomNbytes];
   if (getrandom(bytes, sizeof bytes, 0) != static_cast<ssize_t>(sizeof bytes)) return failure("no random bytes", errno);
-  constexpr char digits[] = "0123456789abcdef";
   *name = kPrefix;
   for (uint8_t byte : bytes) {
-    name->push_back(digits[byte >> 4]);
-    name->push_back(digits[byte & 15]);
+    name->push_back(kDigits[byte >> 4]);
+    name->push_back(kDigits[byte & 15]);
   }
   return "";
 }
 
 // Names come from a peer: only ours are opened, and none that leaves the folder.
 bool well_formed(const std::string& name) {
-  return name.rfind(kPrefix, 0) == 0 && name.find('/') == std::string::npos && name.size() < 64;
+  const size_t prefix = sizeof kPrefix - 1;
+  return name.size() == prefix + 2 * kRandomNbytes && name.compare(0, prefix, kPrefix) == 0 &&
+         name.find_first_not_of(kDigits, prefix) == std::string::npos;
+}
+
+// What is wrong with an open file that ought to be a segment of ours; empty: nothing.
+std::string objection(int file, int64_t nbytes) {
+  struct stat facts;
+  if (fstat(file, &facts) != 0) return failure("cannot look at the peers' shared memory", errno);
+  if (!S_ISREG(facts.st_mode)) return "the peers' shared memory is no regular file";
+  if (facts.st_uid != geteuid())
+    return "the peers' shared memory belongs to user " + std::to_string(facts.st_uid) +
+           ", not to this process's user, " + std::to_string(geteuid());
+  if ((facts.st_mode & 07777) != 0600) {
+    char mode[8];
+    std::snprintf(mode, sizeof mode, "%04o", static_cast<unsigned>(facts.st_mode & 07777));
+    return "the peers' shared memory has mode " + std::string(mode) + ", not 0600: others may have touched it";
+  }
+  if (facts.st_size != nbytes)
+    return "the peers' shared memory has " + std::to_string(facts.st_size) + " bytes, not " + std::to_string(nbytes);
+  return "";
 }
 
 std::string map(int file, int64_t nbytes, uint8_t** data) {
@@ -88,16 +110,9 @@ std::string Segment::create(int64_t nbytes, Segment* out, std::string* name) {
 std::string Segment::open(const std::string& name, int64_t nbytes, Segment* out) {
   if (!well_formed(name)) return "a peer named a shared segment that is none of ours";
   const std::string path = kFolder + name;
-  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) return failure("cannot open the peers' shared memory", errno);
-  struct stat facts;
-  std::string error;
-  if (fstat(file, &facts) != 0)
-    error = failure("cannot look at the peers' shared memory", errno);
-  else if (facts.st_uid != geteuid() || (facts.st_mode & 07777) != 0600)
-    error = "the peers' shared memory belongs to another user or has another mode than 0600";
-  else if (facts.st_size < nbytes)
-    error = "the peers' shared memory is shorter than it must be";
+  std::string error = objection(file, nbytes);
   uint8_t* data = nullptr;
   if (error.empty()) error = map(file, nbytes, &data);
   ::close(file);

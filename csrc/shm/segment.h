@@ -18,7 +18,7 @@ class Segment {
   // Both return an empty string, or a sentence that says what went wrong.
   // A new file is really allocated, so that a full /dev/shm is an error here and not a SIGBUS later.
   static std::string create(int64_t nbytes, Segment* out, std::string* name);
-  // Refuses a file of another user, with another mode, or shorter than nbytes.
+  // Refuses a name that is none of ours, and a file of another user, mode or length.
   static std::string open(const std::string& name, int64_t nbytes, Segment* out);
   static void unlink(const std::string& name);
 

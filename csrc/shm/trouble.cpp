@@ -57,7 +57,9 @@ int Group::wait_long(Operation& op, const std::atomic<uint64_t>& word, uint64_t 
       return CGX_OK;
     }
     const int trouble = look_for_trouble(op, word, value, peer);
-    if (trouble == CGX_OK) futex_wait(&me.bell, bell, std::max<int64_t>(0, std::min(kNapNs, until_ns - now_ns())));
+    // Closing rings this bell as well, but may have done so before it was read above.
+    if (trouble == CGX_OK && !closed_.load())
+      futex_wait(&me.bell, bell, std::max<int64_t>(0, std::min(kNapNs, until_ns - now_ns())));
     me.waits_on.store(0, std::memory_order_relaxed);
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
     if (trouble != CGX_OK) return trouble;

@@ -171,7 +171,7 @@ def _open_control(control: dict[str, Any], joining: Joining) -> tuple[SharedGrou
     rank, world, settings = joining.rank, joining.world, joining.settings
     how = means(settings.simd, thread_count(settings.num_threads, ranks_here=world))
     name, limit_nbytes = str(control["name"]), int(control["limit"])
-    if not _SEGMENT_NAME.fullmatch(name) or not 0 < limit_nbytes <= SEGMENT_LIMIT_NBYTES:
+    if not _SEGMENT_NAME.fullmatch(name) or not SEGMENT_FLOOR_NBYTES <= limit_nbytes <= SEGMENT_LIMIT_NBYTES:
         return None, f"rank 0 named a segment {shortened(name)} of {limit_nbytes} bytes, which it cannot have made"
     try:
         return SharedGroup(name, rank, world, joining.global_ranks, NAMES, how, limit_nbytes), ""

@@ -307,7 +307,7 @@ class _Store:
 def membership(data: bytes) -> bool:
     source = Source(data)
     store = _Store({})
-    attempt(lambda: join(store, 1, 1, Settings(), [0, 1]))  # type: ignore[arg-type]
+    attempt(lambda: join(store, 1, 1, Settings(), [0, 1], ""))  # type: ignore[arg-type]
     theirs = json.loads(store.get("member/1"))
     for _ in range(source.below(3)):
         if source.below(4) == 0:
@@ -317,7 +317,7 @@ def membership(data: bytes) -> bool:
     raw = json.dumps(theirs).encode() if source.below(4) else source.rest()
     store = _Store({f"member/{source.below(2)}": raw})
     mine = source.below(2)
-    went = attempt(lambda: join(store, mine, 2, Settings(), [0, 1]))  # type: ignore[arg-type]
+    went = attempt(lambda: join(store, mine, 2, Settings(), [0, 1], ""))  # type: ignore[arg-type]
     kinds = {"problem": str, "limit": int, "native": bool}
     attempt(lambda: parse_answer(raw, "control", kinds), allowed=(CGXError,))
     return went

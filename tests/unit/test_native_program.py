@@ -1,4 +1,5 @@
-"""The native tests (csrc/tests): every SIMD level against the scalar one, in memory fenced by inaccessible pages."""
+"""The native tests (csrc/tests): every SIMD level against the scalar one, in memory fenced by inaccessible pages; ranks
+of a group as threads of one process."""
 
 from __future__ import annotations
 
@@ -36,6 +37,12 @@ def test_every_level_gives_the_bytes_of_the_scalar_one_and_stays_inside(build: P
     ran = subprocess.run([build / "kernels_test", "--quick"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.splitlines()[-1] == f"checksum {CHECKSUM}"
+
+
+@pytest.mark.parametrize("program", ["shm_test", "shm_test_one_mapping"])
+def test_ranks_as_threads_get_their_results_and_every_failure_is_told(build: Path, program: str) -> None:
+    ran = subprocess.run([build / program, "--quick"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86-64 has levels to be kept apart")

@@ -1,0 +1,285 @@
+// Ranks of one group as threads of one process: results, hand-overs, growth, and everything that ends a group.
+//
+//   shm_test [--quick]
+//
+// Over the C ABI alone but for the fields of the control segment that a hostile peer would write. Linked with
+// one_mapping.cpp instead of shm/segment.cpp all ranks see a segment at one address, without which ThreadSanitizer,
+// which goes by addresses, would not know that they share it.
+#include <atomic>
+#include <cmath>
+#include <random>
+
+#include "ranks.h"
+#include "shm/control.h"
+#include "shm/segment.h"
+
+namespace {
+
+bool quick = false;
+
+float value_of(int64_t rank, int64_t i, int64_t round) { return float((i * 7 + rank * 3 + round) % 17 - 8) / 8; }
+
+void check_result(const Pending& op, int64_t world, int64_t round) {
+  // Each of world - 1 contributions loses half a unit of 2/15, the sum half of one of 2 world/15 and a little.
+  const float allowed = op.bits == 32 ? 0 : float(world - 1) / 15 + float(world) / 15 * 1.2f;
+  for (size_t i = 0; i < op.values.size(); ++i) {
+    float sum = 0;
+    for (int64_t rank = 0; rank < world; ++rank) sum += value_of(rank, int64_t(i), round);
+    if (!(std::fabs(op.values[i] - sum) <= allowed))
+      fail("round %d, value %d: %f instead of %f", int(round), int(i), op.values[i], sum);
+  }
+}
+
+// Sizes rise, so that the segment grows; chunks are empty now and then; some calls wait at once, some are left to the
+// group's thread, some are left in the middle.
+void results_of_mixed_operations(int64_t world) {
+  const int64_t rounds = quick ? 60 : 300;
+  std::vector<std::vector<std::vector<float>>> seen(static_cast<size_t>(world));
+  with_ranks(world, [&](cgx_group* group, int64_t rank) {
+    std::mt19937_64 agreed(42), own(static_cast<uint64_t>(rank) + 1);
+    std::vector<Pending> pending;
+    std::vector<int64_t> rounds_of;
+    for (int64_t round = 0; round < rounds; ++round) {
+      Pending op;
+      const int64_t most = 1 + (round * (quick ? 40 : 200)) / rounds * 10;
+      for (uint64_t n = 1 + agreed() % 4; n > 0; --n) {
+        std::vector<int64_t> chunks;
+        for (int64_t c = 0; c < world; ++c)
+          chunks.push_back(agreed() % 3 ? 8 * (1 + int64_t(agreed() % uint64_t(most))) : 0);
+        chunks[agreed() % uint64_t(world)] = 8;
+        op.slices.push_back(chunks);
+      }
+      op.bits = agreed() % 2 ? 4 : 32;
+      const bool left = agreed() % 3 == 0;
+      const int64_t numel = numel_of(op.slices);
+      op.plan = sra(op.slices, rank, world, op.bits);
+      for (int64_t i = 0; i < numel; ++i) op.values.push_back(value_of(rank, i, round));
+      pending.push_back(std::move(op));
+      rounds_of.push_back(round);
+      const bool wake = left || own() % 4 == 0;
+      submit(group, call_of(numel, pending.back().bits), pending.back(), wake);
+      if (left && pending.size() < 5) continue;
+      const int64_t slices_ms[] = {0, 1, 100};
+      const int64_t slice_ms = slices_ms[own() % 3];
+      std::thread other;  // a second caller, which competes for the role
+      if (pending.size() > 1)
+        other = std::thread([&] {
+          if (wait(group, pending[0].number, 100) != CGX_OK) fail("the second caller's wait failed");
+        });
+      const int status = wait(group, pending.back().number, slice_ms);
+      if (other.joinable()) other.join();
+      must_be(group, rank, status, {CGX_OK}, "");
+      for (size_t i = 0; i < pending.size(); ++i) {
+        check_result(pending[i], world, rounds_of[i]);
+        seen[static_cast<size_t>(rank)].push_back(pending[i].values);
+      }
+      pending.clear();
+      rounds_of.clear();
+    }
+    // What was left to the thread last.
+    for (size_t i = 0; i < pending.size(); ++i) {
+      must_be(group, rank, wait(group, pending[i].number, 100), {CGX_OK}, "");
+      check_result(pending[i], world, rounds_of[i]);
+      seen[static_cast<size_t>(rank)].push_back(pending[i].values);
+    }
+    cgx_stats stats;
+    cgx_group_stats(group, &stats);
+    if (stats.operations != rounds) fail("rank %d counts %d operations", int(rank), int(stats.operations));
+  });
+  for (int64_t rank = 1; rank < world; ++rank)
+    if (seen[static_cast<size_t>(rank)] != seen[0]) fail("rank %d has other bits than rank 0", int(rank));
+}
+
+void mixed_2() { results_of_mixed_operations(2); }
+void mixed_3() { results_of_mixed_operations(3); }
+
+Pending simple(int64_t rank, int64_t world, int64_t numel = 64) {
+  Pending op;
+  op.slices = {std::vector<int64_t>(static_cast<size_t>(world), numel)};
+  op.bits = 4;
+  op.plan = sra(op.slices, rank, world, op.bits);
+  op.values.assign(static_cast<size_t>(numel * world), 1.0f);
+  return op;
+}
+
+void a_failure_is_told_to_all() {
+  with_ranks(3, [](cgx_group* group, int64_t rank) {
+    if (rank == 1) {
+      cgx_group_fail(group, CGX_ERROR_POISONED, "the hook raised");
+      return;
+    }
+    Pending op = simple(rank, 3);
+    const int status = wait(group, submit(group, call_of(192, 4), op, rank == 0), 100);
+    must_be(group, rank, status, {CGX_ERROR_POISONED}, "rank 1 failed");
+  });
+}
+
+void ranks_that_lose_step_are_told() {
+  with_ranks(3, [](cgx_group* group, int64_t rank) {
+    Pending op = simple(rank, 3);
+    const int status = wait(group, submit(group, call_of(192, 4, rank == 2), op, rank == 0), 100);
+    must_be(group, rank, status, {CGX_ERROR_MISMATCH}, "ranks have lost step at operation 1");
+  });
+}
+
+void a_peer_that_never_calls_is_a_timeout() {
+  std::atomic<int> raised{0};
+  with_ranks(2, [&](cgx_group* group, int64_t rank) {
+    if (rank == 1) {
+      while (raised.load() == 0) std::this_thread::yield();
+      return;
+    }
+    Pending op = simple(rank, 2);
+    const int status = wait(group, submit(group, call_of(128, 4), op, false, 30), 100);
+    must_be(group, rank, status, {CGX_ERROR_TIMEOUT}, "rank 1 has called nothing yet");
+    raised = 1;
+  });
+}
+
+// Closed by another thread while this one waits, and the group's thread runs an operation; then once more.
+void closing_ends_waits_and_is_told_to_peers() {
+  for (int turn = 0; turn < (quick ? 10 : 40); ++turn)
+    with_ranks(2, [turn](cgx_group* group, int64_t rank) {
+      if (rank == 1) {  // the first operation is met, the second may be, the third is not
+        for (int status = CGX_OK; status == CGX_OK;) {
+          Pending op = simple(rank, 2);
+          status = wait(group, submit(group, call_of(128, 4), op, turn % 2), 100);
+          if (status != CGX_OK) must_be(group, rank, status, {CGX_ERROR_PEER_LOST}, "has left the group");
+        }
+        return;
+      }
+      Pending op = simple(rank, 2);
+      must_be(group, rank, wait(group, submit(group, call_of(128, 4), op, true), 100), {CGX_OK}, "");
+      std::thread closer([group, turn] {
+        for (int i = 0; i < turn * 10; ++i) std::this_thread::yield();
+        cgx_group_close(group);
+      });
+      Pending unmet = simple(rank, 2);
+      const int64_t number = submit(group, call_of(128, 4, 0), unmet, turn % 3 == 0);
+      const int status = wait(group, number, 100);
+      closer.join();  // from here on nobody touches the tensors
+      if (status != CGX_OK && status != CGX_ERROR_CLOSED && status != CGX_ERROR_PEER_LOST)
+        fail("status %d of a wait on a closed group", status);
+      cgx_group_close(group);
+    });
+}
+
+void leaving_while_the_segment_is_made_is_told_to_peers() {
+  std::atomic<int> closed{0};
+  with_ranks(2, [&](cgx_group* group, int64_t rank) {
+    Pending op = simple(rank, 2);
+    if (rank == 0) {
+      const int64_t number = submit(group, call_of(128, 4), op, true);
+      cgx_group_wait(group, number, 50);
+      cgx_group_close(group);
+      closed = 1;
+      return;
+    }
+    while (closed.load() == 0) std::this_thread::yield();
+    const int status = wait(group, submit(group, call_of(128, 4), op, false), 100);
+    must_be(group, rank, status, {CGX_ERROR_PEER_LOST}, "has left the group");
+  });
+}
+
+void the_board_is_read_while_it_is_written() {
+  with_ranks(3, [](cgx_group* group, int64_t rank) {
+    char text[2048];
+    for (int64_t i = 1; i <= (quick ? 2000 : 20000); ++i) {
+      const cgx_call call = call_of(i, 32);
+      if (cgx_group_note(group, &call) != i) fail("operation %d has another number", int(i));
+      if (cgx_group_check(group, i, 0) != CGX_OK) must_be(group, rank, -1, {CGX_OK}, "");
+      if (i % 64 == 0) cgx_group_laggards(group, i, text, sizeof text);
+    }
+  });
+}
+
+void what_a_hostile_peer_writes_stays_inside() {
+  char name[64], error[512], text[2048];
+  if (cgx_control_create(2, name, sizeof name, error, sizeof error) != CGX_OK) fail("%s", error);
+  Group group = open_group(name, 0, 2);
+  cgx::Segment segment;
+  const cgx::ControlLayout layout(2);
+  const std::string problem = cgx::Segment::open(name, layout.nbytes, &segment);
+  if (!problem.empty()) fail("%s", problem.c_str());
+  cgx_control_unlink(name);
+  auto* control = reinterpret_cast<cgx::Control*>(segment.data());
+  auto* ranks = reinterpret_cast<cgx::RankControl*>(segment.data() + layout.ranks_at);
+  for (int64_t number : {int64_t(-1), int64_t(-127), INT64_MIN}) {
+    ranks[1].noted = number;
+    ranks[1].noted_at_ns = INT64_MIN;
+    cgx_group_laggards(group.get(), 1, text, sizeof text);
+    if (strcmp(text, "rank 1 has called nothing yet") != 0) fail("of number %lld: %s", (long long)(number), text);
+  }
+  ranks[1].noted = INT64_MAX;
+  cgx_group_laggards(group.get(), INT64_MAX, text, sizeof text);
+  // A data segment larger than the group may take, and one with a name that leaves the folder.
+  memset(control->data_name, 'x', sizeof control->data_name);
+  memset(control->poison_text, 'x', sizeof control->poison_text);
+  control->poison_rank = 77;
+  control->poisoned = 1;
+  if (cgx_group_check(group.get(), 0, 0) != CGX_OK) fail("poison of a rank that does not exist was taken");
+  control->poison_rank = 1;
+  control->poison_status = 12345;
+  if (cgx_group_check(group.get(), 0, 0) != CGX_ERROR_POISONED) fail("poison was not taken");
+}
+
+void a_data_segment_out_of_bounds_is_refused() {
+  struct Lie {
+    const char* name;
+    int64_t nbytes;
+    const char* text;
+  };
+  const Lie lies[] = {{"cgx-0123456789abcdef0123456789abcdef", kLimitNbytes * 2, "of a size that this operation"},
+                      {"cgx-0123456789abcdef0123456789abcdef", -1, "of a size that this operation"},
+                      {"../etc/passwd", 1 << 20, "none of ours"},
+                      {"cgx-/../../../../../../../../etc/passw", 1 << 20, "none of ours"}};
+  for (const Lie& lie : lies) {
+    char name[64], error[512];
+    if (cgx_control_create(2, name, sizeof name, error, sizeof error) != CGX_OK) fail("%s", error);
+    Group group = open_group(name, 1, 2);
+    cgx::Segment segment;
+    const std::string problem = cgx::Segment::open(name, cgx::ControlLayout(2).nbytes, &segment);
+    if (!problem.empty()) fail("%s", problem.c_str());
+    cgx_control_unlink(name);
+    auto* control = reinterpret_cast<cgx::Control*>(segment.data());
+    memcpy(control->data_name, lie.name, strlen(lie.name) + 1);
+    control->data_nbytes = lie.nbytes;
+    control->generation = 1;
+    Pending op = simple(1, 2);
+    const int status = wait(group.get(), submit(group.get(), call_of(128, 4), op, false), 100);
+    must_be(group.get(), 1, status, {CGX_ERROR_SHARED_MEMORY}, lie.text);
+  }
+}
+
+struct Check {
+  const char* name;
+  void (*run)();
+};
+constexpr Check kChecks[] = {
+    {"mixed operations of 2 ranks", mixed_2},
+    {"mixed operations of 3 ranks", mixed_3},
+    {"a failure is told to all", a_failure_is_told_to_all},
+    {"ranks that lose step are told", ranks_that_lose_step_are_told},
+    {"a peer that never calls is a time-out", a_peer_that_never_calls_is_a_timeout},
+    {"closing ends waits and is told to peers", closing_ends_waits_and_is_told_to_peers},
+    {"leaving while the segment is made is told to peers", leaving_while_the_segment_is_made_is_told_to_peers},
+    {"the board is read while it is written", the_board_is_read_while_it_is_written},
+    {"what a hostile peer writes stays inside", what_a_hostile_peer_writes_stays_inside},
+    {"a data segment out of bounds is refused", a_data_segment_out_of_bounds_is_refused},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
+    fprintf(stderr, "usage: %s [--quick]\n", argv[0]);
+    return 2;
+  }
+  quick = argc == 2;
+  for (const Check& check : kChecks) {
+    check.run();
+    printf("ok: %s\n", check.name);
+    fflush(stdout);
+  }
+  return 0;
+}
