@@ -26,10 +26,13 @@ from torch.autograd.profiler import record_function
 from torch_cgx import membership
 from torch_cgx.allreduces import EXACT, Allreduces, milliseconds
 from torch_cgx.calls import collective_call, options_from
+from torch_cgx.checked import Starter
 from torch_cgx.config import Settings
 from torch_cgx.cuda import CudaSide, Engine, cuda_engine, open_side
 from torch_cgx.errors import CGXError
+from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.executors.shm import SharedGroup
+from torch_cgx.inquiry import Inquiry
 from torch_cgx.layers import LayerTable
 from torch_cgx.membership import Joining
 from torch_cgx.nodes import open_executor
@@ -90,8 +93,14 @@ class ProcessGroupCGX(Allreduces):
             self._shared = membership.open_shared_group(joining, "cgx")
         if self._shared is not None:
             self._reducer = SharedReducer(self._shared, place)
-        elif world > 1:
-            self._reducer = MessageReducer(*open_executor(joining), place)
+        self._inquiry: Inquiry | None = None  # in the board's place
+        self._starter: Starter | None = None
+        if self._shared is None and world > 1:
+            executor, topology = open_executor(joining)
+            hang_up_all = partial(_hang_up_all, executor, self._gloo)
+            self._inquiry = Inquiry(prefixed("cgx inquiry"), rank, self._global_ranks, hang_up_all)
+            self._starter = Starter(self._gloo)
+            self._reducer = MessageReducer(executor, topology, place, self._inquiry)
         self._cuda: CudaSide | None = None
         engine = self._engine(joining)
         if engine is not None:
@@ -120,16 +129,26 @@ class ProcessGroupCGX(Allreduces):
             if self._closed:
                 return
             self._closed = True
+        if self._inquiry is not None:
+            self._inquiry.close()
         if self._reducer is not None:
             self._reducer.close()
+        if self._starter is not None and not self._forked:
+            if not self._starter.drained():
+                hang_up(self._gloo)
+            self._starter.close()
         if self._cuda is not None:
             self._cuda.close()
         self._completions.close()
 
     def abort(self) -> None:
         """Like shutdown, but peers fail at once instead of when they next wait for this rank."""
+        reason = CGXError(f"rank {self._global_ranks[self._rank]} called abort()")
         if self._shared is not None and not self._closed:
-            self._shared.fail(CGXError(f"rank {self._global_ranks[self._rank]} called abort()"))
+            self._shared.fail(reason)
+        if self._inquiry is not None and not self._closed and not self._forked:
+            self._inquiry.close(reason)
+            self._inquiry.hang_up()
         self.shutdown()
 
     def hang_up(self) -> None:
@@ -187,18 +206,25 @@ class ProcessGroupCGX(Allreduces):
         self._check_usable()
         with self._lock:
             sequence = 0
+            call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
+            if self._inquiry is not None:
+                sequence = self._inquiry.note(call)
             if self._shared is not None:
-                call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
                 sequence = self._shared.note(call)
                 self._shared.check(sequence)
             if run is None:
                 return DoneWork(result, self._completions)
+            on_cuda = self._cuda is not None and getattr(run.func, "__self__", None) is self._cuda.carrier
             with record_function(f"cgx::{operation}"):
-                inner = run()
-        if self._cuda is not None and getattr(run.func, "__self__", None) is self._cuda.carrier:
+                if self._starter is None or on_cuda:
+                    inner = run()
+                else:
+                    asynchronous = getattr(run.args[-1], "asyncOp", True)
+                    inner = self._starter.carry(call, sequence, run, asynchronous)
+        if on_cuda:
             return inner  # its wait with a time limit would abort the communicator, and it is complete on a stream
         what = f"{operation} (operation {sequence} of rank {self._global_ranks[self._rank]})"
-        work = CarriedWork(inner, what, self._shared, sequence, result, self._completions)
+        work = CarriedWork(inner, what, self._shared, sequence, result, self._completions, self._inquiry)
         self._carried.add(work)
         return work
 
@@ -228,6 +254,12 @@ class ProcessGroupCGX(Allreduces):
 
     def mark_forked(self) -> None:
         self._forked = True
+
+
+def _hang_up_all(executor: MessageExecutor, gloo: Any) -> None:
+    """Close the connections of a group that has failed."""
+    executor.hang_up()
+    hang_up(gloo)
 
 
 def _close(reference: weakref.ref[ProcessGroupCGX]) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -28,6 +28,7 @@ from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.executors.pipeline import AHEAD
 from torch_cgx.executors.schedule import staged_slices
 from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
+from torch_cgx.inquiry import Inquiry
 from torch_cgx.kernels import Rounding
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer, make_layout
@@ -266,13 +267,13 @@ def make_reduction(request: Request, place: Place, topology: Topology, slice_nby
 class MessageReducer:
     """Hands requests to the message executor."""
 
-    def __init__(self, executor: MessageExecutor, topology: Topology, place: Place) -> None:
+    def __init__(self, executor: MessageExecutor, topology: Topology, place: Place, inquiry: Inquiry) -> None:
         self._executor = executor
         self._topology = topology
         self._tiny_topology = Topology.flat("ALL_TO_ALL", place.world)
         self._place = place
+        self._inquiry = inquiry
         self._lock = threading.Lock()
-        self._sequence = 0
         self.reset_stats()
 
     def submit(self, request: Request) -> JobWork:
@@ -283,10 +284,10 @@ class MessageReducer:
         reduction, widened = make_reduction(request, place, topology, slice_nbytes)
         reduce = self._executor.allreduce_widened if widened else self._executor.allreduce
         with self._lock:
-            self._sequence += 1
-            job = reduce(reduction.numbered(self._sequence))
+            number = self._inquiry.note(call_of(request, place))
+            job = reduce(reduction.numbered(number), partial(self._inquiry.explain, number=number))
             self._counts.add(reduction)
-        return JobWork(job, request.result, place.completions)
+        return JobWork(job, request.result, place.completions, self._inquiry)
 
     def stats(self) -> dict[str, float]:
         return {**self._counts.figures, **self._executor.stats()}

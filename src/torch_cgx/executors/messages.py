@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 
+from torch_cgx.errors import CGXError
 from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.jobs import Job, JobThread
 from torch_cgx.executors.pipeline import Pipeline
@@ -20,6 +21,8 @@ from torch_cgx.kernels import Kernels
 from torch_cgx.transports import Transport
 
 __all__ = ["MessageExecutor"]
+
+Explain = Callable[[CGXError], CGXError]
 
 
 class MessageExecutor:
@@ -38,15 +41,15 @@ class MessageExecutor:
     ) -> None:
         self._transports = tuple(transports)
         self._pipeline = Pipeline(transports, kernels, rank, global_ranks, staging_nbytes)
-        self._thread = JobThread("cgx-messages", self._hang_up)
+        self._thread = JobThread("cgx-messages", self.hang_up)
 
-    def submit(self, run: Callable[[], None]) -> Job:
-        return self._thread.submit(run)
+    def submit(self, run: Callable[[], None], explain: Explain | None = None) -> Job:
+        return self._thread.submit(run, explain)
 
-    def allreduce(self, operation: Reduction) -> Job:
-        return self.submit(lambda: self._pipeline.run(operation))
+    def allreduce(self, operation: Reduction, explain: Explain | None = None) -> Job:
+        return self.submit(lambda: self._pipeline.run(operation), explain)
 
-    def allreduce_widened(self, operation: Reduction) -> Job:
+    def allreduce_widened(self, operation: Reduction, explain: Explain | None = None) -> Job:
         """The same in a float32 copy, which the layout is made for; the values get what it ends with."""
 
         def run() -> None:
@@ -55,7 +58,7 @@ class MessageExecutor:
             with torch.inference_mode():  # they may be a tensor of that mode
                 operation.values.copy_(wide)
 
-        return self.submit(run)
+        return self.submit(run, explain)
 
     def stats(self) -> dict[str, float]:
         """Bytes sent, and seconds by phase."""
@@ -73,7 +76,8 @@ class MessageExecutor:
     def close(self) -> None:
         self._thread.close()
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """Close all connections: whoever waits, here or on a peer, raises."""
         for transport in set(self._transports):
             if transport is not None:
                 with suppress(Exception):  # it is in ruins already, and whoever waits must still be told
