@@ -81,7 +81,7 @@ class ProcessGroupCGX(Allreduces):
         prefixed = partial(c10d.PrefixStore, store=store)
         # Settings are compared before any connection is made, so that a wrong one fails on all ranks at once.
         self._settings = membership.agree(prefixed("cgx"), rank, world, Settings.from_environ)
-        members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks)
+        members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks, timeout)
 
         self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
@@ -143,7 +143,7 @@ class ProcessGroupCGX(Allreduces):
 
     def abort(self) -> None:
         """Like shutdown, but peers fail at once instead of when they next wait for this rank."""
-        reason = CGXError(f"rank {self._global_ranks[self._rank]} called abort()")
+        reason = CGXError(f"rank {self._global_ranks[self._rank]} called abort(): restart all ranks")
         if self._shared is not None and not self._closed:
             self._shared.fail(reason)
         if self._inquiry is not None and not self._closed and not self._forked:

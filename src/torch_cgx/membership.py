@@ -10,6 +10,7 @@ import ctypes
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from torch_cgx import _native
 from torch_cgx.calls import NAMES
 from torch_cgx.config import Settings
-from torch_cgx.errors import MismatchError, SharedMemoryError
+from torch_cgx.errors import CGXTimeoutError, MismatchError, SharedMemoryError
 from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.kernels.cpu import available, means, thread_count
 from torch_cgx.transports.factory import check_choice
@@ -31,6 +32,8 @@ __all__ = ["Joining", "Membership", "agree", "join", "open_shared_group"]
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
 SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, Gloo is the better choice
+
+_MOST_PAUSE_S = 0.05  # between two looks at whether a peer has joined
 
 _log = logging.getLogger("torch_cgx")
 
@@ -80,7 +83,14 @@ def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Setti
         raise
 
 
-def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: Sequence[int]) -> Membership:
+def join(
+    store: Store,
+    rank: int,
+    world: int,
+    settings: Settings,
+    global_ranks: Sequence[int],
+    timeout: timedelta = timedelta(minutes=30),
+) -> Membership:
     """Tell all ranks about this one and hear about all; raise `MismatchError` where they cannot work together."""
     mine = {
         "version": __version__,
@@ -90,7 +100,9 @@ def join(store: Store, rank: int, world: int, settings: Settings, global_ranks: 
         "native": available(),
     }
     store.set(f"member/{rank}", json.dumps(mine))
-    members = [_read(store, f"member/{other}") for other in range(world)]
+    names = [f"rank {each}" for each in global_ranks]
+    deadline = time.monotonic() + timeout.total_seconds()
+    members = [_read(store, f"member/{other}", names[rank], names[other], deadline) for other in range(world)]
     for other, theirs in enumerate(members):
         if "mistake" in theirs:
             raise MismatchError(f"rank {global_ranks[other]} could not join the group: {theirs['mistake']}")
@@ -107,14 +119,17 @@ def open_shared_group(joining: Joining, prefix: str) -> SharedGroup | None:
     """The group's shared memory, mapped by all ranks and nameless by now; None (said once) where that cannot be."""
     store, rank, world = joining.prefixed(prefix), joining.rank, joining.world
     global_ranks = joining.global_ranks
+    names = [f"rank {each}" for each in global_ranks]
+    deadline = time.monotonic() + joining.timeout.total_seconds()
     created = _create_control(world) if rank == 0 else {}
     try:
         if rank == 0:
             store.set("control", json.dumps(created))
-        control = _read(store, "control")
+        control = _read(store, "control", names[rank], names[0], deadline)
         group, problem = _open_control(control, joining)
         store.set(f"opened/{rank}", json.dumps({"problem": problem}))
-        problems = {other: str(_read(store, f"opened/{other}")["problem"]) for other in range(world)}
+        opened = {o: _read(store, f"opened/{o}", names[rank], names[o], deadline) for o in range(world)}
+        problems = {other: str(theirs["problem"]) for other, theirs in opened.items()}
     finally:
         if created.get("name"):
             lib = _native.library()
@@ -169,7 +184,17 @@ def _create_control(world: int) -> dict[str, Any]:
     return {"name": name.value.decode(), "limit": limit, "problem": ""}
 
 
-def _read(store: Store, key: str) -> dict[str, Any]:
+def _read(store: Store, key: str, me: str, peer: str, deadline: float) -> dict[str, Any]:
+    """What a peer says; waited for by looking again and again, so that Ctrl-C ends it, and not beyond the deadline."""
+    started, pause_s = time.monotonic(), 1e-3
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise CGXTimeoutError(
+                f"{me} waited {time.monotonic() - started:.1f} s for {peer} to join the group. Look at that rank's "
+                "output: it has not called init_process_group, or has failed there. Then restart all ranks."
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _MOST_PAUSE_S)
     found = json.loads(bytes(store.get(key)))
     assert isinstance(found, dict)
     return found
