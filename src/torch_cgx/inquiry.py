@@ -30,10 +30,11 @@ __all__ = ["Inquiry", "Report", "find_mismatch", "find_missing", "read_report"]
 
 KEPT = 32  # calls, of which a rank tells
 LOOK_S = 0.5  # between two looks at whether somebody asks
-ANSWER_S = 1.5  # for peers to answer after a time-out
-ANSWER_LOST_S = 0.6  # after a connection was lost: somebody is gone, and does not answer
+ANSWER_S = 0.7  # for peers to answer when something has failed: whoever lives looks within LOOK_S
+ANSWER_CALMLY_S = 2.0  # when somebody only waits
 _ACCUSED_S = 0.3  # for the store to take a failure, before connections are closed
 _POLL_S = 0.01
+_GONE = "is gone"
 _TEXT_CHARS = 2000
 _REPORT_NBYTES = 64 << 10
 _SHARED = (MismatchError, PeerLostError)  # concern every rank as much as the one that saw it first
@@ -172,11 +173,11 @@ class Inquiry:
             self._wake.set()
             failure.accused.wait(_ACCUSED_S)
             self.hang_up()
-            failure.ended.wait(ANSWER_S + 2 * _ACCUSED_S)
+            failure.ended.wait(2 * ANSWER_S)
         else:
             self.hang_up()
-        if self.failure is None:
-            self.failure = error
+        if self.failure is None:  # the store does not answer
+            self.failure = self._diagnosis(type(error), number, {self._rank: self._mine()}, {}, str(error))
         return self.failure
 
     def close(self, reason: CGXError | None = None) -> None:
@@ -247,7 +248,7 @@ class Inquiry:
         if self.failure is None and self._store.check(["failed"]):
             first = _read_failure(self._store.get("failed"))
             if first["rank"] != self._rank:
-                self.failure = self._echo(first, self._collect(self._asked, ANSWER_LOST_S), "")
+                self.failure = self._echo(first, self._collect(self._asked, ANSWER_S))
                 self.hang_up()
 
     def _examine(self, failure: _Failure) -> None:
@@ -256,71 +257,72 @@ class Inquiry:
             failure.accused.set()
             asked = self._ask()
             lost = isinstance(failure.error, PeerLostError)
-            reports = self._collect(asked, ANSWER_LOST_S if lost else ANSWER_S)
+            reports = self._collect(asked, ANSWER_S)
             if first["rank"] != self._rank and (lost or isinstance(failure.error, MismatchError)):
-                self.failure = self._echo(first, reports, str(failure.error))
+                self.failure = self._echo(first, reports)
             else:
-                self.failure = self._diagnosis(type(failure.error), failure.number, reports, str(failure.error))
+                kind, said = type(failure.error), str(failure.error)
+                self.failure = self._diagnosis(kind, failure.number, reports, self._states(reports), said)
         finally:
             failure.accused.set()
             failure.ended.set()
 
     def _look_around(self) -> None:
         """While all wait: have ranks lost step, or is somebody gone without whom this operation cannot end?"""
-        reports = self._collect(self._ask(), ANSWER_S)
+        reports = self._collect(self._ask(), ANSWER_CALMLY_S, hurried=True)
         self._hear()
-        if self.failure is not None:
+        if self.failure is not None or self._failures:
             return
         found = find_mismatch(reports, self._rank, self._names)
         if found:
             error: CGXError = MismatchError(f"{found}. {_ADVICE[MismatchError]}")
         else:
             number = self._noted
-            gone = {p: state for p in self._peers if p not in reports and "gone" in (state := self._state(p))}
-            left = {peer: report for peer, report in reports.items() if report.has_left and report.last < number}
-            if not gone and not left:
+            states = self._states(reports)
+            left = any(report.has_left and report.last < number for report in reports.values())
+            if not left and not any(_GONE in state for state in states.values()):
                 return
-            error = self._diagnosis(PeerLostError, number, reports, "")
+            error = self._diagnosis(PeerLostError, number, reports, states, "")
         first = self._accuse(_Failure(error, self._noted))
-        self.failure = error if first["rank"] == self._rank else self._echo(first, reports, "")
+        self.failure = error if first["rank"] == self._rank else self._echo(first, reports)
         self._ask()
         self.hang_up()
 
     def _diagnosis(
-        self, kind: type[CGXError], number: int, reports: Mapping[int, Report], engine_says: str
+        self, kind: type[CGXError], number: int, reports: Mapping[int, Report], states: Mapping[int, str], said: str
     ) -> CGXError:
-        found = find_mismatch(reports, self._rank, self._names)
-        said = f" ({engine_says})" if engine_says else ""
-        if found:
-            return MismatchError(f"{found}. {_ADVICE[MismatchError]}{said}")
-        states = {peer: self._state(peer) for peer in self._peers if peer not in reports}
-        missing = find_missing(reports, number, self._rank, self._names, states)
-        call = reports[self._rank].calls.get(number)
-        what = f"operation {number}, {describe(call)}" if call is not None else "the group"
-        advice = _ADVICE.get(kind, "Restart all ranks.")
-        return kind(
-            f"{self._names[self._rank]} failed in {what}: {missing or 'all ranks have called it'}. {advice}{said}"
-        )
-
-    def _echo(self, first: Mapping[str, Any], reports: Mapping[int, Report], engine_says: str) -> CGXError:
-        """A peer's failure, as this rank raises it."""
-        kind = getattr(errors, str(first["kind"]), CGXError)
-        if kind in _SHARED:
-            return self._diagnosis(kind, self._noted, reports, engine_says or str(first["text"]))
+        """Of an operation that failed here with this kind of error, and these words of the engine's."""
         found = find_mismatch(reports, self._rank, self._names)
         if found:
             return MismatchError(f"{found}. {_ADVICE[MismatchError]}")
-        me, culprit = self._names[self._rank], self._names[first["rank"]]
-        call = reports[self._rank].calls.get(self._noted)
-        where = f" in operation {self._noted}, {describe(call)}" if call is not None else ""
-        return PoisonedError(f"{culprit} failed, and so {me} cannot go on{where}: {first['text']}")
+        missing = find_missing(reports, number, self._rank, self._names, states) or "all ranks have called it"
+        call = reports[self._rank].calls.get(number)
+        what = f"operation {number}, {describe(call)}" if call is not None else "the group"
+        advice = _ADVICE.get(kind, "Restart all ranks.")
+        return kind(f"{self._names[self._rank]} failed in {what}: {missing}. {advice}{f' ({said})' if said else ''}")
 
-    def _collect(self, asked: int, limit_s: float) -> dict[int, Report]:
-        """Reports by rank, of all that answer within the time; nobody waits for who is known to be gone."""
+    def _echo(self, first: Mapping[str, Any], reports: Mapping[int, Report]) -> CGXError:
+        """A peer's failure, as this rank raises it."""
+        kind = getattr(errors, str(first["kind"]), CGXError)
+        culprit, number = self._names[first["rank"]], self._noted
+        error = self._diagnosis(PeerLostError, number, reports, self._states(reports), f"{culprit} noticed it first")
+        if kind in _SHARED or isinstance(error, MismatchError):
+            return error
+        call = reports[self._rank].calls.get(number)
+        where = f" in operation {number}, {describe(call)}" if call is not None else ""
+        return PoisonedError(f"{culprit} failed, and so {self._names[self._rank]} cannot go on{where}: {first['text']}")
+
+    def _collect(self, asked: int, limit_s: float, hurried: bool = False) -> dict[int, Report]:
+        """Reports by rank, of all that answer within the time; nobody waits for who is known to be gone.
+
+        `hurried`: and not when something fails here meanwhile.
+        """
         reports = {self._rank: self._mine()}
         deadline = time.monotonic() + limit_s
         waiting = set(self._peers)
         while True:
+            if self._store.check([f"asked/{self._asked + 1}"]):
+                self._answer()  # two may ask at once
             for peer in sorted(waiting):
                 if self._store.check([f"calls/{peer}"]):
                     with contextlib.suppress(ValueError):
@@ -328,9 +330,14 @@ class Inquiry:
                         if answered >= asked or report.has_left:
                             reports[peer] = report
             waiting -= set(reports)
-            if time.monotonic() > deadline or all(self._state(peer) for peer in waiting):
+            over = time.monotonic() > deadline or self._closing or (hurried and bool(self._failures))
+            if over or all(self._state(peer) for peer in waiting):
                 return reports
             time.sleep(_POLL_S)
+
+    def _states(self, reports: Mapping[int, Report]) -> dict[int, str]:
+        """Of those that did not answer."""
+        return {peer: self._state(peer) for peer in self._peers if peer not in reports}
 
     def _state(self, peer: int) -> str:
         """What is wrong with the process of a peer on this machine; "" if nothing, or if it cannot be seen."""
@@ -375,7 +382,7 @@ def _stat(pid: int) -> tuple[str, str]:
 def _process_state(pid: int, started: str) -> str:
     state, began = _stat(pid)
     if began != started or state in ("Z", "X"):
-        return f"is gone: its process (pid {pid}) was killed, crashed or ran out of memory"
+        return f"{_GONE}: its process (pid {pid}) was killed, crashed or ran out of memory"
     if state in ("T", "t"):
         return f"does not answer: its process (pid {pid}) is stopped (SIGSTOP, or a debugger)"
     return ""

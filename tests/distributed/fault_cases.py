@@ -31,9 +31,10 @@ from torch_cgx.cli.hosts import Node
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 NUMEL = 20_001
 LARGE = 8_000_000
-HEADROOM_NBYTES = 256 << 10
+STAGED = 24_000_000
 GIVE_UP_S = 60.0
 SHM = "/dev/shm"
+LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
 
 # What an error of ours must say: who speaks, of whom, in which operation, of which tensor, and what to do.
 WHO_WHAT = (r"rank {me}\b", r"rank {peer}\b", r"operation \d+", r"\w+\[\d+\]")
@@ -94,7 +95,11 @@ class Scene:
             self.me.store.set(f"raised/{self.me.rank}", "")
 
     def wait_until_others_have_raised(self) -> None:
-        self.me.store.wait([f"raised/{rank}" for rank in range(self.me.world - 1)])
+        """By looking: a wait would keep this rank's other threads from the store."""
+        deadline = time.monotonic() + GIVE_UP_S
+        while not self.me.store.check([f"raised/{rank}" for rank in range(self.me.world - 1)]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def killed(scene: Scene) -> None:
@@ -215,19 +220,21 @@ def shared_memory_full(scene: Scene) -> None:
 
 
 def out_of_memory(scene: Scene) -> None:
-    """No more address space than is mapped now, and a little; the tensor is there already."""
-    x = torch.ones(LARGE)
+    """No more memory than there is now; the tensor is there already."""
+    x = torch.ones(STAGED)
     scene.me.meet("ready")
     if scene.is_faulty:
         gc.collect()
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + HEADROOM_NBYTES, resource.RLIM_INFINITY))
+        facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        for limit, name in LIMITS.items():  # of mappings, and of what threads' heaps may still grow to
+            resource.setrlimit(limit, (int(facts[name].split()[0]) << 10, resource.RLIM_INFINITY))
         scene.me.mark()
     try:
         dist.all_reduce(x)
     finally:
         if scene.is_faulty:
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            for limit in LIMITS:
+                resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if not torch.allclose(x, torch.full_like(x, float(scene.me.world))):
         raise WrongResult(f"a sum of {scene.me.world} ones is {x.min()} to {x.max()}")
 
@@ -442,7 +449,12 @@ def main(folder: str, name: str, backend: str, timeout_s: str) -> None:
         found["after_mark_s"] = me.since_mark()
         raise
     finally:
-        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        partial = Path(folder, f"{rank}.partial")
+        partial.write_text(json.dumps(found))
+        partial.rename(Path(folder, f"{rank}.json"))
+        deadline = time.monotonic() + 3.0  # mpirun ends all when the first of them ends; each shall have its say
+        while rank < world - 1 and len(list(Path(folder).glob("*.json"))) < world - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 if __name__ == "__main__":
