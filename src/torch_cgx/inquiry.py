@@ -310,7 +310,10 @@ class Inquiry:
             return error
         call = reports[self._rank].calls.get(number)
         where = f" in operation {number}, {describe(call)}" if call is not None else ""
-        return PoisonedError(f"{culprit} failed, and so {self._names[self._rank]} cannot go on{where}: {first['text']}")
+        return PoisonedError(
+            f"{culprit} failed, and so {self._names[self._rank]} cannot go on{where}: {first['text']}. "
+            "Look at that rank's output for the cause, then restart all ranks."
+        )
 
     def _collect(self, asked: int, limit_s: float, hurried: bool = False) -> dict[int, Report]:
         """Reports by rank, of all that answer within the time; nobody waits for who is known to be gone.

@@ -219,8 +219,15 @@ def shared_memory_full(scene: Scene) -> None:
     scene.step(LARGE)
 
 
+def no_memory(staging: Any, nbytes: int) -> torch.Tensor:
+    return torch.empty(1 << 60, dtype=torch.uint8)
+
+
 def out_of_memory(scene: Scene) -> None:
-    """No more memory than there is now; the tensor is there already."""
+    """No more memory than there is now; the tensor is there already. Over messages, the heaps of threads have room left
+    whatever the limits, so there it is torch's allocator that is made to fail."""
+    from torch_cgx.executors.staging import Staging
+
     x = torch.ones(STAGED)
     scene.me.meet("ready")
     if scene.is_faulty:
@@ -228,6 +235,7 @@ def out_of_memory(scene: Scene) -> None:
         facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         for limit, name in LIMITS.items():  # of mappings, and of what threads' heaps may still grow to
             resource.setrlimit(limit, (int(facts[name].split()[0]) << 10, resource.RLIM_INFINITY))
+        Staging.take = no_memory  # type: ignore[method-assign]
         scene.me.mark()
     try:
         dist.all_reduce(x)
@@ -395,7 +403,7 @@ FAULTS = {
             says=(SHM, "larger"),
             transports=("SHM",),
         ),
-        Fault("out of memory while staging", out_of_memory, ("CGXError",), ("CGXError", "MemoryError")),
+        Fault("out of memory while staging", out_of_memory, ("CGXError",), ("CGXError", "MemoryError"), says=BOTH),
         Fault("fork after init, child calls", forked),
         Fault("ends with work pending", leaves_work_pending, LOST, (), destroy=False),
         Fault("destroys the group twice", destroys_twice),
