@@ -346,6 +346,8 @@ class Inquiry:
         """What is wrong with the process of a peer on this machine; "" if nothing, or if it cannot be seen."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if peer not in self._facts:
+                if not self._store.check([f"who/{peer}"]):
+                    return ""
                 self._facts[peer] = json.loads(bytes(self._store.get(f"who/{peer}")))
             who = self._facts[peer]
             if who["place"] == _place():
