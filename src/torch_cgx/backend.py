@@ -12,7 +12,7 @@ import multiprocessing.util
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -83,32 +83,39 @@ class ProcessGroupCGX(Allreduces):
         self._settings = membership.agree(prefixed("cgx"), rank, world, Settings.from_environ)
         members = membership.join(prefixed("cgx"), rank, world, self._settings, self._global_ranks, timeout)
 
-        self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        joining = Joining(prefixed, rank, world, timeout, self._global_ranks, self._settings, members)
-        place = Place(rank, world, self._settings, self.layers, self._completions)
+        with membership.naming_the_absent(rank, self._global_ranks):
+            self._connect(prefixed, members)
+        _groups.add(self)
+        # Children of multiprocessing end without atexit, and forget what their parent registered.
+        multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
+
+    def _connect(self, prefixed: Callable[[str], c10d.Store], members: membership.Membership) -> None:
+        """All that reaches the other ranks: Gloo's connections, shared memory or messages, the CUDA side."""
+        rank, world = self._rank, self._world
         self._shared: SharedGroup | None = None
+        self._inquiry: Inquiry | None = None  # in the board's place
+        self._starter: Starter | None = None
+        self._cuda: CudaSide | None = None
         self._reducer: Reducer | None = None
+        self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, self._timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        joining = Joining(prefixed, rank, world, self._timeout, self._global_ranks, self._settings, members)
+        place = Place(rank, world, self._settings, self.layers, self._completions)
         if world > 1 and members.one_host and all(members.native) and self._settings.inner_communicator == "SHM":
             self._shared = membership.open_shared_group(joining, "cgx")
         if self._shared is not None:
             self._reducer = SharedReducer(self._shared, place)
-        self._inquiry: Inquiry | None = None  # in the board's place
-        self._starter: Starter | None = None
         if self._shared is None and world > 1:
             executor, topology = open_executor(joining)
             hang_up_all = partial(_hang_up_all, executor, self._gloo)
             self._inquiry = Inquiry(prefixed("cgx inquiry"), rank, self._global_ranks, hang_up_all)
-            self._starter = Starter(self._gloo)
+            self._starter = Starter(self._gloo, self._inquiry)
             self._reducer = MessageReducer(executor, topology, place, self._inquiry)
-        self._cuda: CudaSide | None = None
         engine = self._engine(joining)
         if engine is not None:
-            self._cuda = open_side(engine, joining, place, self._shared, self._lock)
+            number = None if self._starter is None else self._starter.number
+            self._cuda = open_side(engine, joining, place, self._shared, self._lock, number)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._cuda.carrier)
-        _groups.add(self)
-        # Children of multiprocessing end without atexit, and forget what their parent registered.
-        multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
 
     def _engine(self, joining: Joining) -> Engine | None:
         """What serves CUDA tensors, if anything does."""
@@ -207,14 +214,16 @@ class ProcessGroupCGX(Allreduces):
         with self._lock:
             sequence = 0
             call = collective_call(operation, dtype, shape, reduction=reduction, root=root)
-            if self._inquiry is not None:
-                sequence = self._inquiry.note(call)
+            on_cuda = (
+                self._cuda is not None and getattr(getattr(run, "func", None), "__self__", 0) is self._cuda.carrier
+            )
+            if self._starter is not None and self._inquiry is not None:
+                sequence = self._starter.number(call) if on_cuda else self._inquiry.note(call)
             if self._shared is not None:
                 sequence = self._shared.note(call)
                 self._shared.check(sequence)
             if run is None:
                 return DoneWork(result, self._completions)
-            on_cuda = self._cuda is not None and getattr(run.func, "__self__", None) is self._cuda.carrier
             with record_function(f"cgx::{operation}"):
                 if self._starter is None or on_cuda:
                     inner = run()

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from torch_cgx import _native
 from torch_cgx.calls import digest
-from torch_cgx.errors import CGXError, MismatchError
+from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError
+from torch_cgx.inquiry import Inquiry
 
 __all__ = ["SLICE_ENDED", "Checked", "Starter"]
 
@@ -48,6 +49,10 @@ class Checked:
     @property
     def started(self) -> bool:
         return self._ready.is_set()
+
+    @property
+    def error(self) -> Exception | None:
+        return self._error
 
     def begin(self) -> None:
         self._values, self._check = self._compare()
@@ -103,11 +108,22 @@ class Checked:
         return self._ready.is_set() and (self._error is not None or self._inner.is_completed())
 
 
+class _Nothing:
+    """An operation that needs nothing done."""
+
+    def wait(self, timeout: timedelta | None = None) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class Starter:
     """Starts the operations of one group in the order of their calls."""
 
-    def __init__(self, gloo: Any) -> None:
+    def __init__(self, gloo: Any, inquiry: Inquiry) -> None:
         self._gloo = gloo
+        self._inquiry = inquiry
+        self._in_detail = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
         self._last: Checked | None = None
         self._waiting: queue.SimpleQueue[Checked | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -127,12 +143,20 @@ class Starter:
             checked.begin()
         return checked
 
-    def agree(self, call: _native.Call, number: int) -> None:
-        """Wait until all ranks have made this call; raises where they differ."""
-        checked = self.carry(call, number, lambda: None, asynchronous=False)
-        checked.start()
-        if checked._error is not None:
-            raise checked._error
+    def number(self, call: _native.Call) -> int:
+        """The number of a call that NCCL carries, with the group's lock held.
+
+        With TORCH_DISTRIBUTED_DEBUG=DETAIL the host first waits until all ranks have made it, and raises where they
+        differ; else nobody compares it.
+        """
+        number = self._inquiry.note(call)
+        if self._in_detail:
+            checked = self.carry(call, number, _Nothing, asynchronous=False)
+            checked.start()
+            if checked.error is not None:
+                kind = type(checked.error) if isinstance(checked.error, CGXError) else CGXTimeoutError
+                raise self._inquiry.explain(kind(str(checked.error)), number)
+        return number
 
     def drained(self) -> bool:
         """Whether all that was begun has ended, or does so within a second."""

@@ -10,13 +10,16 @@ import ctypes
 import json
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from torch_cgx import _native
 from torch_cgx.calls import NAMES
@@ -27,7 +30,7 @@ from torch_cgx.kernels.cpu import available, means, thread_count
 from torch_cgx.transports.factory import check_choice
 from torch_cgx.version import __version__
 
-__all__ = ["Joining", "Membership", "agree", "join", "open_shared_group"]
+__all__ = ["Joining", "Membership", "agree", "join", "naming_the_absent", "open_shared_group"]
 
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
@@ -66,6 +69,19 @@ class Joining:
     global_ranks: tuple[int, ...]
     settings: Settings
     members: Membership
+
+
+@contextmanager
+def naming_the_absent(rank: int, global_ranks: Sequence[int]) -> Iterator[None]:
+    """While connections are made: a store's time-out as one of our errors, with the rank that it waited for."""
+    started = time.monotonic()
+    try:
+        yield
+    except DistStoreError as error:
+        found = re.search(r"keys: \S*/(\d+)$", str(error).partition("\n")[0])
+        known = found is not None and int(found[1]) < len(global_ranks)
+        peer = f"rank {global_ranks[int(found[1])]}" if found is not None and known else "another rank"
+        raise CGXTimeoutError(_absence(f"rank {global_ranks[rank]}", peer, started) + f" ({error})") from None
 
 
 def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Settings]) -> Settings:
@@ -189,15 +205,19 @@ def _read(store: Store, key: str, me: str, peer: str, deadline: float) -> dict[s
     started, pause_s = time.monotonic(), 1e-3
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise CGXTimeoutError(
-                f"{me} waited {time.monotonic() - started:.1f} s for {peer} to join the group. Look at that rank's "
-                "output: it has not called init_process_group, or has failed there. Then restart all ranks."
-            )
+            raise CGXTimeoutError(_absence(me, peer, started))
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _MOST_PAUSE_S)
     found = json.loads(bytes(store.get(key)))
     assert isinstance(found, dict)
     return found
+
+
+def _absence(me: str, peer: str, started: float) -> str:
+    return (
+        f"{me} waited {time.monotonic() - started:.1f} s for {peer} to join the group. Look at that rank's output: it "
+        "has not called init_process_group, or has failed there. Then restart all ranks."
+    )
 
 
 def _compare(first: dict[str, Any], other: dict[str, Any], first_rank: int, other_rank: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
+from torch_cgx import _native
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda.engine import Engine
 from torch_cgx.errors import CGXError
@@ -39,6 +41,7 @@ class CudaReducer:
         place: Place,
         board: SharedGroup | None,
         lock: threading.Lock,
+        number: Callable[[_native.Call], int] | None = None,
     ) -> None:
         self._device = engine.device
         self._executor = CudaExecutor(engine.device, engine.make_kernels, exchange, place.rank)
@@ -48,7 +51,7 @@ class CudaReducer:
         self._board = board
         self._lock = lock
         self._thread = JobThread("cgx-staging", exchange.close) if exchange.waits else None
-        self._sequence = 0
+        self._next_number = number
         self._failure: CGXError | None = None
         self.reset_stats()
 
@@ -79,10 +82,11 @@ class CudaReducer:
 
     def _number(self, request: Request) -> int:
         """The operation's number in its group: the board's, which is the CPU path's too."""
+        call = call_of(request, self._place)
         if self._board is None:
-            self._sequence += 1
-            return self._sequence
-        number = self._board.note(call_of(request, self._place))
+            assert self._next_number is not None
+            return self._next_number(call)
+        number = self._board.note(call)
         self._board.check(number)
         return number
 
