@@ -449,9 +449,10 @@ def main(folder: str, name: str, backend: str, timeout_s: str) -> None:
     found: dict[str, Any] = {"kinds": [], "message": "", "after_mark_s": None}
     try:
         inject(me, name, backend)
-        me.end(wait=dist.is_initialized())
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if FAULTS[name].destroy:
+            me.end(wait=dist.is_initialized())
+            if dist.is_initialized():
+                dist.destroy_process_group()
     except BaseException as error:
         found = {"kinds": [kind.__name__ for kind in type(error).__mro__], "message": str(error)}
         found["after_mark_s"] = me.since_mark()
