@@ -6,6 +6,7 @@
 #   make lint      formatting, lint and types
 #   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory;
 #                  what bits that choose themselves save (ACCURACY_DATA: the folder of data)
+#   make faults    every fault on every transport, and on gloo: the table of docs/reliability.md
 #   make accuracy  train with and without compression, five seeds each, and compare (ACCURACY_DATA: the folder of data)
 #   make soak      20 minutes of mixed load, every result checked, and watched for what grows (SOAK_MINUTES)
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
@@ -38,7 +39,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test matrix lint bench accuracy soak sanitize fuzz model native install clean
+.PHONY: demo test matrix lint bench faults accuracy soak sanitize fuzz model native install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -78,6 +79,10 @@ bench: $(STAMP)
 	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --simd all --json $(RESULTS)/kernels-all-levels.json
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --threads 1,2 --json $(RESULTS)/kernels-threads.json
+
+faults: $(STAMP)
+	$(BIN)/python benchmarks/detector_cost.py --json $(RESULTS)/detector-cost.json --doc docs/reliability.md
+	$(BIN)/python benchmarks/faults.py --json $(RESULTS)/faults.json --doc docs/reliability.md
 
 # What is in its JSON file already is not run again: remove that file to begin anew, which takes an hour on two cores.
 accuracy: $(STAMP)

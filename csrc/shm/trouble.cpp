@@ -134,9 +134,11 @@ int Group::check_peers(int64_t sequence, bool any) {
   const int status = check(sequence);
   if (status != CGX_OK) return status;
   for (int64_t peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
     // Who has made the call may have done its part and ended, for all we know.
-    if (peer == rank_ || (!any && ranks_[peer].noted.load(std::memory_order_acquire) >= sequence)) continue;
-    if (is_gone(peer))
+    const bool missing = ranks_[peer].noted.load(std::memory_order_acquire) < sequence;
+    const bool left = ranks_[peer].life.load(std::memory_order_acquire) == kLeft;
+    if ((missing && left) || ((missing || any) && is_gone(peer)))
       return fail_lost(peer, "operation " + std::to_string(sequence) + ", " + board_.describe(rank_, sequence));
   }
   return CGX_OK;
@@ -196,6 +198,7 @@ bool Group::poison_arrived() {
   std::lock_guard<std::mutex> lock(error_mutex_);
   if (status_.load() == CGX_OK) {
     error_ = shared ? text : name(culprit) + " failed, and so " + name(rank_) + " cannot go on: " + text;
+    error_ += " (" + name(rank_) + " " + board_.position(rank_) + ")";
     status_.store(shared ? status : CGX_ERROR_POISONED, std::memory_order_release);
   }
   return true;

@@ -267,6 +267,8 @@ def _allreduce_options(given: Any, reduction: Any) -> Any:
     options = c10d.AllreduceOptions()
     options.reduceOp = reduction
     options.timeout = given.timeout
+    if hasattr(given, "asyncOp"):
+        options.asyncOp = given.asyncOp
     return options
 
 

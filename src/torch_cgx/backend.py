@@ -12,7 +12,7 @@ import multiprocessing.util
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,13 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from torch_cgx import membership
+from torch_cgx import _native, membership
 from torch_cgx.allreduces import EXACT, Allreduces, milliseconds
 from torch_cgx.calls import collective_call, options_from
+from torch_cgx.checked import Starter
 from torch_cgx.config import Settings
 from torch_cgx.cuda import CudaSide, Engine, cuda_engine, cuda_problem, open_side
 from torch_cgx.errors import CGXError, MismatchError
+from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.executors.shm import SharedGroup
+from torch_cgx.inquiry import Inquiry
 from torch_cgx.layers import LayerTable
 from torch_cgx.meeting import meet
 from torch_cgx.membership import Joining
@@ -82,35 +85,48 @@ class ProcessGroupCGX(Allreduces):
         prefixed = partial(c10d.PrefixStore, store=c10d.PrefixStore(met, store))
         # Settings are compared before any connection is made, so that a wrong one fails on all ranks at once.
         self._settings = membership.agree(prefixed("cgx"), rank, world, Settings.from_environ)
-        facts = (self._settings, self._global_ranks, self._cuda_problem())
-        self._members = members = membership.join(prefixed("cgx"), rank, world, *facts)
+        facts = (self._settings, self._global_ranks, self._cuda_problem(), timeout)
+        self._members = membership.join(prefixed("cgx"), rank, world, *facts)
         recorder, folder = process_recorder(), self._settings.trace_folder
         self._recorder = GroupRecorder(recorder, rank, self._global_ranks, folder=folder)
         if folder is not None:
             listen(recorder.write)
         self._completions = Completions(f"cgx-futures-{rank}", self._recorder.fail)
 
-        self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, timeout)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        joining = Joining(prefixed, rank, world, timeout, self._global_ranks, self._settings, members)
-        place = Place(rank, world, self._settings, self.layers, self._completions, self._recorder)
+        with membership.naming_the_absent(rank, self._global_ranks):
+            self._connect(prefixed)
+        _groups.add(self)
+        # Children of multiprocessing end without atexit, and forget what their parent registered.
+        multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
+
+    def _connect(self, prefixed: Callable[[str], c10d.Store]) -> None:
+        """All that reaches the other ranks: Gloo's connections, shared memory or messages, the CUDA side."""
+        rank, world, members = self._rank, self._world, self._members
         self._shared: SharedGroup | None = None
+        self._inquiry: Inquiry | None = None  # in the board's place
+        self._starter: Starter | None = None
+        self._cuda: CudaSide | None = None
         self._reducer: Reducer | None = None
+        self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, self._timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        joining = Joining(prefixed, rank, world, self._timeout, self._global_ranks, self._settings, members)
+        place = Place(rank, world, self._settings, self.layers, self._completions, self._recorder)
         if world > 1 and members.one_host and all(members.native) and self._settings.inner_communicator == "SHM":
             self._shared = membership.open_shared_group(joining, "cgx")
         if self._shared is not None:
             self._reducer = SharedReducer(self._shared, place)
-        elif world > 1:
-            self._reducer = MessageReducer(*open_executor(joining), place)
+        if self._shared is None and world > 1:
+            executor, topology = open_executor(joining)
+            hang_up_all = partial(_hang_up_all, executor, self._gloo)
+            self._inquiry = Inquiry(prefixed("cgx inquiry"), rank, self._global_ranks, hang_up_all)
+            self._starter = Starter(self._gloo, self._inquiry)
+            self._reducer = MessageReducer(executor, topology, place, self._inquiry)
         transport = self._settings.message_transport(members.one_host) or "messages"
         self._recorder.attach(self, "SHM" if self._shared is not None else transport, self._shared)
-        self._cuda: CudaSide | None = None
         if members.all_have_cuda:
-            self._cuda = open_side(self._engine(joining), joining, place, self._shared, self._lock)
+            number = None if self._starter is None else self._starter.number
+            self._cuda = open_side(self._engine(joining), joining, place, self._shared, self._lock, number)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._cuda.carrier)
-        _groups.add(self)
-        # Children of multiprocessing end without atexit, and forget what their parent registered.
-        multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
 
     def _cuda_problem(self) -> str:
         """What keeps this rank from CUDA tensors, or ""."""
@@ -137,16 +153,27 @@ class ProcessGroupCGX(Allreduces):
             self._closed = True
         self._recorder.close()
         failed = self._shared is not None and self._shared.has_failed
+        if self._inquiry is not None:
+            failed = failed or self._inquiry.failure is not None
+            self._inquiry.close()
         if self._reducer is not None:
             self._reducer.close()
+        if self._starter is not None and not self._forked:
+            if not self._starter.drained():
+                hang_up(self._gloo)
+            self._starter.close()
         if self._cuda is not None:
             self._cuda.close(at_once=failed or self._aborting)
         self._completions.close()
 
     def abort(self) -> None:
         """Like shutdown, but peers fail at once instead of when they next wait for this rank."""
+        reason = CGXError(f"rank {self._global_ranks[self._rank]} called abort(): restart all ranks")
         if self._shared is not None and not self._closed:
-            self._shared.fail(CGXError(f"rank {self._global_ranks[self._rank]} called abort()"))
+            self._shared.fail(reason)
+        if self._inquiry is not None and not self._closed and not self._forked:
+            self._inquiry.close(reason)
+            self._inquiry.hang_up()
         self._aborting = True
         self.shutdown()
 
@@ -214,10 +241,8 @@ class ProcessGroupCGX(Allreduces):
         carrier = None if self._cuda is None else self._cuda.carrier
         side = self._cuda if run is not None and carrier is getattr(run.func, "__self__", self) else None
         with self._lock if side is None else side.turn(self._lock):
-            sequence = 0
-            if self._shared is not None:
-                call = collective_call(operation, dtype, shape, reduction=reduction, root=root, layout=layout)
-                sequence = self._shared.note(call)
+            call = collective_call(operation, dtype, shape, reduction=reduction, root=root, layout=layout)
+            sequence = self._note(call, side)
             called = (operation, dtype, shape, reduction, 0, root, None, None)
             trail = self._recorder.begin(called, "gloo" if side is None else "nccl", sequence)
             try:
@@ -227,7 +252,7 @@ class ProcessGroupCGX(Allreduces):
                     trail.finish()
                     return DoneWork(result, self._completions)
                 with record_function(f"cgx::{operation}"):
-                    inner = run() if side is None else side.carry(run)
+                    inner = self._start(run, side, call, sequence)
             except Exception as error:
                 trail.finish(error)
                 self._recorder.fail(error)
@@ -239,9 +264,26 @@ class ProcessGroupCGX(Allreduces):
             # caller's own stream has no handle of NCCL's, and None would crash callers in C++.
             return DoneWork(result, self._completions) if inner is None else inner
         what = f"{operation} (operation {trail.number} of rank {self._global_ranks[self._rank]})"
-        work = CarriedWork(inner, what, self._shared, sequence, result, self._completions, trail)
+        watched_by = (self._shared, self._inquiry)
+        work = CarriedWork(inner, what, *watched_by, sequence, result, self._completions, trail)
         self._carried.add(work)
         return work
+
+    def _note(self, call: _native.Call, side: CudaSide | None) -> int:
+        """Write a call on the board, or wherever ranks without one look; its number."""
+        if self._shared is not None:
+            return self._shared.note(call)
+        if self._inquiry is None or self._starter is None:  # this rank is alone
+            return 0
+        return self._inquiry.note(call) if side is None else self._starter.number(call)
+
+    def _start(self, run: partial[Any], side: CudaSide | None, call: _native.Call, sequence: int) -> Any:
+        """By the engine that carries it, Gloo only after all ranks are known to have called alike."""
+        if side is not None:
+            return side.carry(run)
+        if self._starter is None:
+            return run()
+        return self._starter.carry(call, sequence, run, asynchronous=getattr(run.args[-1], "asyncOp", True))
 
     def _check_usable(self) -> None:
         if self._forked:
@@ -269,6 +311,12 @@ class ProcessGroupCGX(Allreduces):
 
     def mark_forked(self) -> None:
         self._forked = True
+
+
+def _hang_up_all(executor: MessageExecutor, gloo: Any) -> None:
+    """Close the connections of a group that has failed."""
+    executor.hang_up()
+    hang_up(gloo)
 
 
 def _close(reference: weakref.ref[ProcessGroupCGX]) -> None:

@@ -41,7 +41,7 @@ def meet(store: Store, rank: int, world: int, timeout: timedelta, global_ranks: 
     patience = _Patience(max(timeout, store.timeout))  # type: ignore[attr-defined]
     if rank == 0:
         return _gather(store, world, patience, global_ranks)
-    return _attend(store, rank, number, world, patience, global_ranks[0])
+    return _attend(store, rank, number, world, patience, global_ranks)
 
 
 class _Patience:
@@ -76,13 +76,10 @@ def _gather(store: Store, world: int, patience: _Patience, global_ranks: Sequenc
                 store.set("sealed", name)
                 return name
         if not patience.pause():
-            raise CGXTimeoutError(
-                f"rank {global_ranks[0]} waited {patience.timeout_s:g} s for {_ranks(missing, global_ranks)} to join "
-                "the group: look at their output, and whether all ranks make the same groups in the same order"
-            )
+            raise _absence(0, missing, patience, global_ranks)
 
 
-def _attend(store: Store, rank: int, number: str, world: int, patience: _Patience, first: int) -> str:
+def _attend(store: Store, rank: int, number: str, world: int, patience: _Patience, global_ranks: Sequence[int]) -> str:
     """What all others do."""
     seen = None
     while True:
@@ -94,10 +91,8 @@ def _attend(store: Store, rank: int, number: str, world: int, patience: _Patienc
         if seen is not None and _read(store, "sealed") == seen:
             return seen
         if not patience.pause():
-            raise CGXTimeoutError(
-                f"rank {first} did not open the group within {patience.timeout_s:g} s: look at its output, and at that "
-                "of ranks which it may wait for, and whether all ranks make the same groups in the same order"
-            )
+            missing = [other for other in range(world) if not _read(store, f"hello/{other}")]
+            raise _absence(rank, missing or [0], patience, global_ranks)
 
 
 def _read(store: Store, key: str, most_nbytes: int = _ANSWER_NBYTES) -> str:
@@ -123,7 +118,11 @@ def _digest(roster: str) -> str:
     return hashlib.sha256(roster.encode()).hexdigest()[: 2 * _NUMBER_NBYTES]
 
 
-def _ranks(missing: Sequence[int], global_ranks: Sequence[int]) -> str:
+def _absence(rank: int, missing: Sequence[int], patience: _Patience, global_ranks: Sequence[int]) -> CGXTimeoutError:
     named = ", ".join(str(global_ranks[other]) for other in missing[:8])
     more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    return f"rank{'s' if len(missing) > 1 else ''} {named}{more}"
+    return CGXTimeoutError(
+        f"rank {global_ranks[rank]} waited {patience.timeout_s:g} s for rank{'s' if len(missing) > 1 else ''} "
+        f"{named}{more} to join the group. Look at that rank's output: it has not called init_process_group (or "
+        "new_group, which all ranks must call in the same order), or has failed there. Then restart all ranks."
+    )

@@ -11,24 +11,27 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from torch_cgx import _native
-from torch_cgx.answers import check_fields, read_answer
+from torch_cgx.answers import check_fields, parse_answer
 from torch_cgx.calls import NAMES
 from torch_cgx.config import Settings, shortened
-from torch_cgx.errors import MismatchError, SharedMemoryError
+from torch_cgx.errors import CGXTimeoutError, MismatchError, SharedMemoryError
 from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.kernels.cpu import available, means, thread_count
 from torch_cgx.transports.factory import check_choice
 from torch_cgx.version import __version__
 
-__all__ = ["Joining", "Membership", "agree", "join", "open_shared_group"]
+__all__ = ["Joining", "Membership", "agree", "join", "naming_the_absent", "open_shared_group"]
 
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
@@ -36,6 +39,7 @@ SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, Gloo is the better choice
 
 _MEMBER = {"version": str, "settings": dict, "node": str, "pids": str, "native": bool}
 _SEGMENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}")  # a file's name, not a path
+_MOST_PAUSE_S = 0.05  # between two looks at whether a peer has joined
 
 _log = logging.getLogger("torch_cgx")
 
@@ -84,6 +88,19 @@ class Joining:
     members: Membership
 
 
+@contextmanager
+def naming_the_absent(rank: int, global_ranks: Sequence[int]) -> Iterator[None]:
+    """While connections are made: a store's time-out as one of our errors, with the rank that it waited for."""
+    started = time.monotonic()
+    try:
+        yield
+    except DistStoreError as error:
+        found = re.search(r"keys: \S*/(\d+)$", str(error).partition("\n")[0])
+        known = found is not None and int(found[1]) < len(global_ranks)
+        peer = f"rank {global_ranks[int(found[1])]}" if found is not None and known else "another rank"
+        raise CGXTimeoutError(_absence(f"rank {global_ranks[rank]}", peer, started) + f" ({error})") from None
+
+
 def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Settings]) -> Settings:
     """This rank's settings; a mistake in them is told to the peers before it is raised here."""
     try:
@@ -100,7 +117,13 @@ def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Setti
 
 
 def join(
-    store: Store, rank: int, world: int, settings: Settings, global_ranks: Sequence[int], cuda_problem: str
+    store: Store,
+    rank: int,
+    world: int,
+    settings: Settings,
+    global_ranks: Sequence[int],
+    cuda_problem: str,
+    timeout: timedelta = timedelta(minutes=30),
 ) -> Membership:
     """Tell all ranks about this one and hear about all; raise `MismatchError` where they cannot work together."""
     mine = {
@@ -112,7 +135,9 @@ def join(
         "cuda_problem": cuda_problem,
     }
     store.set(f"member/{rank}", json.dumps(mine))
-    members = [read_answer(store, f"member/{other}") for other in range(world)]
+    names = [f"rank {each}" for each in global_ranks]
+    deadline = time.monotonic() + timeout.total_seconds()
+    members = [_read(store, f"member/{other}", names[rank], names[other], deadline) for other in range(world)]
     for other, theirs in enumerate(members):
         if "mistake" in theirs:
             raise MismatchError(f"rank {global_ranks[other]} could not join the group: {theirs['mistake']}")
@@ -135,14 +160,17 @@ def open_shared_group(joining: Joining, prefix: str) -> SharedGroup | None:
     """The group's shared memory, mapped by all ranks and nameless by now; None (said once) where that cannot be."""
     store, rank, world = joining.prefixed(prefix), joining.rank, joining.world
     global_ranks = joining.global_ranks
+    names = [f"rank {each}" for each in global_ranks]
+    deadline = time.monotonic() + joining.timeout.total_seconds()
     created = _create_control(world) if rank == 0 else {}
     try:
         if rank == 0:
             store.set("control", json.dumps(created))
-        control = read_answer(store, "control", {"name": str, "limit": int, "problem": str})
+        here, facts = names[rank], {"name": str, "limit": int, "problem": str}
+        control = _read(store, "control", here, names[0], deadline, facts)
         group, problem = _open_control(control, joining)
         store.set(f"opened/{rank}", json.dumps({"problem": problem}))
-        opened = [read_answer(store, f"opened/{other}", {"problem": str}) for other in range(world)]
+        opened = [_read(store, f"opened/{o}", here, names[o], deadline, {"problem": str}) for o in range(world)]
         problems = {other: str(theirs["problem"]) for other, theirs in enumerate(opened)}
     finally:
         if created.get("name"):
@@ -198,6 +226,26 @@ def _create_control(world: int) -> dict[str, Any]:
     if status != 0:
         return {"name": "", "limit": 0, "problem": error_text.value.decode()}
     return {"name": name.value.decode(), "limit": limit, "problem": ""}
+
+
+def _read(
+    store: Store, key: str, me: str, peer: str, deadline: float, fields: Mapping[str, type] | None = None
+) -> dict[str, Any]:
+    """What a peer says; waited for by looking again and again, so that Ctrl-C ends it, and not beyond the deadline."""
+    started, pause_s = time.monotonic(), 1e-3
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise CGXTimeoutError(_absence(me, peer, started))
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _MOST_PAUSE_S)
+    return parse_answer(bytes(store.get(key)), key, fields)
+
+
+def _absence(me: str, peer: str, started: float) -> str:
+    return (
+        f"{me} waited {time.monotonic() - started:.1f} s for {peer} to join the group. Look at that rank's output: it "
+        "has not called init_process_group, or has failed there. Then restart all ranks."
+    )
 
 
 def _compare(first: dict[str, Any], other: dict[str, Any], first_rank: int, other_rank: int) -> None:

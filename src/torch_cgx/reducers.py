@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -29,6 +29,7 @@ from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.executors.pipeline import AHEAD
 from torch_cgx.executors.schedule import staged_slices
 from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
+from torch_cgx.inquiry import Inquiry
 from torch_cgx.kernels import Rounding
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer, Layout, make_layout
@@ -335,13 +336,13 @@ def begin_trail(request: Request, place: Place, reduction: Reduction, number: in
 class MessageReducer:
     """Hands requests to the message executor."""
 
-    def __init__(self, executor: MessageExecutor, topology: Topology, place: Place) -> None:
+    def __init__(self, executor: MessageExecutor, topology: Topology, place: Place, inquiry: Inquiry) -> None:
         self._executor = executor
         self._meanings = Meanings(place, topology)
         self._tiny_meanings = Meanings(place, Topology.flat("ALL_TO_ALL", place.world))
         self._place = place
+        self._inquiry = inquiry
         self._lock = threading.Lock()
-        self._sequence = 0
         self.reset_stats()
 
     def submit(self, request: Request) -> JobWork:
@@ -353,11 +354,12 @@ class MessageReducer:
         reduction = make_reduction(request, meaning, place, meanings.topology)
         reduce = self._executor.allreduce_widened if meaning.widened else self._executor.allreduce
         with self._lock:
-            self._sequence += 1
-            trail = begin_trail(request, place, reduction)
-            job = reduce(reduction.numbered(self._sequence), trail)
+            number = self._inquiry.note(meanings.call(request, meaning))
+            trail = begin_trail(request, place, reduction, number)
+            explain = partial(self._inquiry.explain, number=number)
+            job = reduce(reduction.numbered(number), trail, explain)
             self._counts.add(request, meaning)
-        return JobWork(job, request.result, place.completions)
+        return JobWork(job, request.result, place.completions, self._inquiry)
 
     def stats(self) -> dict[str, float]:
         return {**self._counts.figures, **self._executor.stats()}

@@ -19,12 +19,14 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.autograd.profiler import record_function
 
+from torch_cgx.checked import SLICE_ENDED
 from torch_cgx.errors import CGXError, CGXTimeoutError, PeerLostError
 from torch_cgx.recorder import Trail
 
 if TYPE_CHECKING:
     from torch_cgx.executors.jobs import Job
     from torch_cgx.executors.shm import SharedGroup
+    from torch_cgx.inquiry import Inquiry
 
 __all__ = ["CarriedWork", "Completions", "CompositeWork", "DoneWork", "JobWork", "PolledWork", "SharedWork"]
 
@@ -33,7 +35,7 @@ _CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operation
 _DYING_S = 1.0  # how long the death of a peer may take to show after its connection was lost
 _TIMEOUT_WORDS = ("imed out", "timeout caused")
 _CONNECTION_WORDS = ("onnection", "peer", "roken pipe", "transport/tcp")  # of Gloo's errors when a peer is lost
-_SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
+_WONDER_S = (0.5, 60.0)  # a wait without a board first asks the others after the first, then after twice as long, ...
 
 
 class PolledWork(Work):
@@ -146,25 +148,52 @@ class SharedWork(PolledWork):
         return self._group.native_seconds(self._number)
 
 
+class _Patience:
+    """Of one who waits without a board: it asks the others what they do, at ever longer intervals."""
+
+    def __init__(self, inquiry: Inquiry) -> None:
+        self._inquiry = inquiry
+        self._asks_s = _WONDER_S[0]
+        self._began_s: float | None = None
+
+    def check(self) -> None:
+        """Not done yet. Raises what the group has failed with."""
+        self._inquiry.check()
+        now_s = time.monotonic()
+        if self._began_s is None:
+            self._began_s = now_s
+        elif now_s - self._began_s > self._asks_s:
+            self._began_s, self._asks_s = now_s, min(2 * self._asks_s, _WONDER_S[1])
+            self._inquiry.wonder()
+
+
 class JobWork(PolledWork):
     """An operation that the message executor's thread runs."""
 
-    def __init__(self, job: Job, result: list[torch.Tensor], completions: Completions) -> None:
+    def __init__(
+        self, job: Job, result: list[torch.Tensor], completions: Completions, inquiry: Inquiry | None = None
+    ) -> None:
         super().__init__(result, completions)
         self._job = job
+        self._patience = None if inquiry is None else _Patience(inquiry)
 
     def _poll(self, slice_ms: int) -> bool:
-        return self._job.wait(slice_ms / 1000)
+        if self._job.wait(slice_ms / 1000):
+            return True
+        if self._patience is not None:
+            self._patience.check()
+        return False
 
 
 class CarriedWork(PolledWork):
-    """An operation that Gloo or NCCL carries, watched over the group's board."""
+    """An operation that Gloo or NCCL carries, watched over the group's board, or by inquiry."""
 
     def __init__(
         self,
         inner: Any,
         what: str,
         group: SharedGroup | None,
+        inquiry: Inquiry | None,
         sequence: int,
         result: list[torch.Tensor],
         completions: Completions,
@@ -176,6 +205,8 @@ class CarriedWork(PolledWork):
         self._what = what
         self._group = group
         self._sequence = sequence
+        self._inquiry = inquiry
+        self._patience = None if inquiry is None else _Patience(inquiry)
 
     def _poll(self, slice_ms: int) -> bool:
         try:
@@ -188,7 +219,9 @@ class CarriedWork(PolledWork):
         except RuntimeError as error:
             if self._group is not None:
                 self._group.check_missing(self._sequence)
-            if _SLICE_ENDED in str(error):
+            if SLICE_ENDED in str(error):
+                if self._patience is not None:
+                    self._patience.check()
                 return False
             raise self._translated(error) from None
         if self._group is not None:
@@ -205,6 +238,8 @@ class CarriedWork(PolledWork):
         """Trouble between ranks as one of our errors, told to the peers; what Gloo refuses to do as it is."""
         text = str(error)
         kind: type[CGXError]
+        if isinstance(error, CGXError):
+            return error if self._inquiry is None else self._inquiry.explain(error, self._sequence)
         if any(word in text for word in _TIMEOUT_WORDS):
             kind = CGXTimeoutError
         elif any(word in text for word in _CONNECTION_WORDS):
@@ -212,7 +247,8 @@ class CarriedWork(PolledWork):
         else:
             return error
         if self._group is None:
-            return kind(f"{self._what} failed: {text}")
+            ours = kind(f"{self._what} failed: {text}")
+            return ours if self._inquiry is None else self._inquiry.explain(ours, self._sequence)
         if kind is PeerLostError:
             self._name_the_lost()
         behind = self._group.laggards(self._sequence)
@@ -230,7 +266,7 @@ class CarriedWork(PolledWork):
             time.sleep(0.001)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        if self._group is None:
+        if self._group is None and self._inquiry is None:
             future: torch.futures.Future[list[torch.Tensor]] = self._inner.get_future()
             return future
         return super().get_future()

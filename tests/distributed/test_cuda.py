@@ -392,3 +392,23 @@ def test_bench_and_doctor_check_and_time_what_is_on_the_device() -> None:
         assert cell["backend"] == "cgx" and cell["check"]["same_bits"] and check["same_bits"]
         assert 0.01 < cell["check"]["relative_error"] == check["relative_error"] < 0.5
         assert 0 < check["sent_nbytes"] < 65536 / 7 + 1
+
+
+def call_differently(me: Rank, how: str) -> None:
+    dist.set_debug_level_from_env()  # the nursery imported torch without it
+    start(me, "standin")
+    dist.all_reduce(torch.ones(1000))
+    numel = 1001 if me.rank == 1 and how == "shape" else 1000
+    with torch_cgx.uncompressed() if how == "exactness" and me.rank == 1 else nullcontext():
+        dist.all_reduce(torch.ones(numel))
+
+
+@pytest.mark.parametrize("how", ["shape", "exactness"])
+def test_between_hosts_calls_are_compared_where_debugging_in_detail_is_asked_for(how: str) -> None:
+    env = {BITS: "4", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    places = {rank: {"CGX_NODE_ID": f"host-{rank}"} for rank in range(2)}
+    for outcome in observe_ranks(call_differently, 2, None, how, env=env, rank_env=places):
+        raised(outcome, "MismatchError")
+        names(
+            outcome, "lost step at operation 2", r"rank 0 called|rank 1 called", "1001" if how == "shape" else "4 bits"
+        )

@@ -318,13 +318,17 @@ def test_a_rank_that_comes_late_to_calls_that_differ_is_told_so_too() -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["exact", "another operation"])
-def test_ranks_that_call_something_else_raise_with_the_groups_timeout(how: str) -> None:
-    # Gloo's own operations and our messages are different connections: only time tells.
-    outcomes = observe_ranks(
-        call_differently, 2, "cgx", how, env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S
-    )
+def test_ranks_that_call_something_else_are_told_what_each_has_called(how: str) -> None:
+    # Gloo's own operations and our messages are different connections, so they wait until they ask each other.
+    outcomes = observe_ranks(call_differently, 2, "cgx", how, env={BITS: "4"}, rank_env=apart(2))
     for outcome in outcomes:
-        raised(outcome, "CGXTimeoutError", "PeerLostError")
+        raised(outcome, "MismatchError")
+        assert "lost step at operation 2" in outcome.message
+        for called in (
+            "all_reduce(float32[1000], SUM, 4 bits",
+            "all_reduce(float32[1000], SUM)" if how == "exact" else "all_gather",
+        ):
+            assert called in outcome.message
         assert outcome.after_mark_s is not None and outcome.after_mark_s < GROUP_TIMEOUT_S + SOON_S
 
 

@@ -88,7 +88,7 @@ def completions() -> Iterator[Completions]:
 
 
 def carried(inner: FakeInner, completions: Completions, board: FakeBoard | None = None) -> CarriedWork:
-    return CarriedWork(inner, WHAT, board, 7, [torch.ones(2)], completions)  # type: ignore[arg-type]
+    return CarriedWork(inner, WHAT, board, None, 7, [torch.ones(2)], completions)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("board", [None, FakeBoard()], ids=["messages", "board"])

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from torch_cgx import _native
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda.engine import Engine
 from torch_cgx.cuda.turns import Turns
@@ -45,6 +46,7 @@ class CudaReducer:
         board: SharedGroup | None,
         lock: threading.Lock,
         timeout: timedelta,
+        number: Callable[[_native.Call], int] | None = None,
         turns: Turns | None = None,
     ) -> None:
         self._device = engine.device
@@ -58,7 +60,7 @@ class CudaReducer:
         self._timeout = timeout
         self._turns = turns
         self._thread = JobThread("cgx-staging", self._hang_up) if exchange.waits else None
-        self._sequence = 0
+        self._next_number = number
         self._failure: CGXError | None = None
         self.reset_stats()
 
@@ -119,10 +121,11 @@ class CudaReducer:
 
     def _number(self, request: Request, meaning: Meaning) -> int:
         """The operation's number in its group: the board's, which is the CPU path's too."""
+        call = self._meanings.call(request, meaning)
         if self._board is None:
-            self._sequence += 1
-            return self._sequence
-        number = self._board.note(self._meanings.call(request, meaning))
+            assert self._next_number is not None
+            return self._next_number(call)
+        number = self._board.note(call)
         self._board.check(number)
         return number
 

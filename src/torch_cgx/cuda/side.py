@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_cgx import _native
 from torch_cgx.cuda.engine import Engine
 from torch_cgx.cuda.exchanges import open_exchange
 from torch_cgx.cuda.reducer import CudaReducer
@@ -80,14 +81,19 @@ class CudaSide:
 
 
 def open_side(
-    engine: Engine, joining: Joining, place: Place, board: SharedGroup | None, lock: threading.Lock
+    engine: Engine,
+    joining: Joining,
+    place: Place,
+    board: SharedGroup | None,
+    lock: threading.Lock,
+    number: Callable[[_native.Call], int] | None = None,
 ) -> CudaSide:
-    """All ranks of the group call it, each with its own end of the store."""
+    """All ranks of the group call it, each with its own end of the store. `number`s calls where there is no board."""
     carrier = engine.new_group("nccl", range(joining.world))
     if joining.world == 1:
         return CudaSide(engine, carrier, None)
     topology = topology_of(joining.members.nodes, joining.settings)
     exchange = open_exchange(engine, joining, topology, carrier)
     turns = Turns(engine.device) if isinstance(exchange, DividedExchange) else None
-    reducer = CudaReducer(engine, exchange, topology, place, board, lock, joining.timeout, turns)
+    reducer = CudaReducer(engine, exchange, topology, place, board, lock, joining.timeout, number, turns)
     return CudaSide(engine, carrier, reducer, turns)

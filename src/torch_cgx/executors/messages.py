@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 
+from torch_cgx.errors import CGXError
 from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.jobs import Job, JobThread
 from torch_cgx.executors.pipeline import Pipeline
@@ -21,6 +22,8 @@ from torch_cgx.recorder import Trail
 from torch_cgx.transports import Transport
 
 __all__ = ["MessageExecutor"]
+
+Explain = Callable[[CGXError], CGXError]
 
 
 class MessageExecutor:
@@ -39,15 +42,17 @@ class MessageExecutor:
     ) -> None:
         self._transports = tuple(transports)
         self._pipeline = Pipeline(transports, kernels, rank, global_ranks, staging_nbytes)
-        self._thread = JobThread("cgx-messages", self._hang_up)
+        self._thread = JobThread("cgx-messages", self.hang_up)
 
-    def submit(self, run: Callable[[], None], trail: Trail | None = None) -> Job:
-        return self._thread.submit(run, trail)
+    def submit(self, run: Callable[[], None], trail: Trail | None = None, explain: Explain | None = None) -> Job:
+        return self._thread.submit(run, trail, explain)
 
-    def allreduce(self, operation: Reduction, trail: Trail | None = None) -> Job:
-        return self.submit(lambda: self._pipeline.run(operation, trail), trail)
+    def allreduce(self, operation: Reduction, trail: Trail | None = None, explain: Explain | None = None) -> Job:
+        return self.submit(lambda: self._pipeline.run(operation, trail), trail, explain)
 
-    def allreduce_widened(self, operation: Reduction, trail: Trail | None = None) -> Job:
+    def allreduce_widened(
+        self, operation: Reduction, trail: Trail | None = None, explain: Explain | None = None
+    ) -> Job:
         """The same in a float32 copy, which the layout is made for; the values get what it ends with."""
 
         def run() -> None:
@@ -56,7 +61,7 @@ class MessageExecutor:
             with torch.inference_mode():  # they may be a tensor of that mode
                 operation.values.copy_(wide)
 
-        return self.submit(run, trail)
+        return self.submit(run, trail, explain)
 
     def stats(self) -> dict[str, float]:
         """Bytes sent, and seconds by phase."""
@@ -74,7 +79,8 @@ class MessageExecutor:
     def close(self) -> None:
         self._thread.close()
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """Close all connections: whoever waits, here or on a peer, raises."""
         for transport in set(self._transports):
             if transport is not None:
                 with suppress(Exception):  # it is in ruins already, and whoever waits must still be told

@@ -1,0 +1,396 @@
+"""What ranks that share no board tell each other, through the group's store, when something goes wrong.
+
+Every rank keeps its last calls. While all goes well nothing is sent; a thread only looks, twice a second, whether
+somebody asks. Who waits long asks, who fails says so and asks, and all answer with their last calls. From the answers
+each finds the first call at which ranks differ, who has not called yet, who has left and who does not answer.
+
+All use of the store is that thread's, since a store that cannot be reached holds up whoever asks it. Not here: how
+calls are compared before payloads or Gloo's operations are let loose (executors/agreement.py, checked.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from torch_cgx import _native, errors
+from torch_cgx.answers import parse_answer
+from torch_cgx.calls import alike, call_from, describe, fields_of
+from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError, PoisonedError
+
+__all__ = ["Inquiry", "Report", "find_mismatch", "find_missing", "read_report"]
+
+KEPT = 32  # calls, of which a rank tells
+LOOK_S = 0.5  # between two looks at whether somebody asks
+ANSWER_S = 0.7  # for peers to answer when something has failed: whoever lives looks within LOOK_S
+ANSWER_CALMLY_S = 2.0  # when somebody only waits
+_ACCUSED_S = 0.3  # for the store to take a failure, before connections are closed
+_POLL_S = 0.01
+_GONE = "is gone"
+_TEXT_CHARS = 2000
+_REPORT_NBYTES = 64 << 10
+_SHARED = (MismatchError, PeerLostError)  # concern every rank as much as the one that saw it first
+_ADVICE = {
+    MismatchError: "All ranks must make the same calls with the same shapes, types and settings, in one order.",
+    PeerLostError: "Look at that rank's output for the cause, then restart all ranks.",
+    CGXTimeoutError: "Make sure that all ranks call the same collectives, or give init_process_group a longer timeout.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank says of itself: its last calls, by number, and how old the last one is."""
+
+    calls: Mapping[int, _native.Call]
+    age_s: float = 0.0
+    has_left: bool = False
+
+    @property
+    def last(self) -> int:
+        return max(self.calls, default=0)
+
+    def position(self) -> str:
+        if not self.calls:
+            return "has called nothing yet"
+        return f"called operation {self.last}, {describe(self.calls[self.last])}, last, {self.age_s:.0f} s ago"
+
+    def written(self, asked: int) -> str:
+        calls = [[number, fields_of(call)] for number, call in self.calls.items()]
+        return json.dumps({"asked": asked, "calls": calls, "age_s": self.age_s, "left": self.has_left})
+
+
+def read_report(text: bytes) -> tuple[int, Report]:
+    """Which question it answers, and the answer; a `ValueError` for anything but a report of at most 64 KB."""
+    if len(text) > _REPORT_NBYTES:
+        raise ValueError(f"a report of {len(text)} bytes; at most {_REPORT_NBYTES} are read")
+    try:
+        found = json.loads(text)
+        calls = {int(number): call_from(fields) for number, fields in found["calls"][-KEPT:]}
+        return int(found["asked"]), Report(calls, float(found["age_s"]), bool(found["left"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a report: {text!r:.200}") from error
+
+
+def find_mismatch(reports: Mapping[int, Report], me: int, names: Sequence[str]) -> str:
+    """The first operation at which somebody called something else than this rank, with both calls; "" if none."""
+    mine = reports[me].calls
+    for number in sorted(mine):
+        for peer, theirs in sorted(reports.items()):
+            if number in theirs.calls and not alike(mine[number], theirs.calls[number]):
+                return (
+                    f"ranks have lost step at operation {number}: {names[me]} called {describe(mine[number])}, "
+                    f"{names[peer]} called {describe(theirs.calls[number])}"
+                )
+    return ""
+
+
+def find_missing(
+    reports: Mapping[int, Report], number: int, me: int, names: Sequence[str], states: Mapping[int, str]
+) -> str:
+    """Who has not made the call of this number, or does not answer; "" if all have. `states`: of silent processes."""
+    found = []
+    for peer, name in enumerate(names):
+        report = reports.get(peer)
+        if peer == me:
+            continue
+        if report is None:
+            found.append(f"{name} {states.get(peer) or 'does not answer: dead, stopped or cut off'}")
+        elif report.has_left:
+            left = "has left the group (destroy_process_group, or the end of its script)"
+            found.append(f"{name} {left}; it {report.position()}")
+        elif report.last < number:
+            found.append(f"{name} has not called it: it {report.position()}")
+    return "; ".join(found)
+
+
+@dataclass(slots=True)
+class _Failure:
+    """An operation that has failed here."""
+
+    error: CGXError
+    number: int
+    accused: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Inquiry:
+    """One rank's part. `hang_up` closes the group's connections, so that nobody waits on them any longer."""
+
+    def __init__(self, store: Store, rank: int, global_ranks: Sequence[int], hang_up: Callable[[], None]) -> None:
+        self._store = store
+        self._rank = rank
+        self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
+        self._names = [f"rank {each}" for each in global_ranks]
+        self.hang_up = hang_up
+        self._calls: deque[tuple[int, _native.Call]] = deque(maxlen=KEPT)
+        self._noted = 0
+        self._noted_s = 0.0
+        self._lock = threading.Lock()
+        self._asked = 0  # the last question that this rank has answered
+        self._failures: deque[_Failure] = deque()
+        self._wondered = False
+        self._wake = threading.Event()
+        self._closing = False
+        self._facts: dict[int, dict[str, Any]] = {}  # of peers' processes
+        self.failure: CGXError | None = None  # what every call on this group fails with from now on
+        self._store.set(f"who/{rank}", json.dumps(_who()))
+        self._thread = threading.Thread(target=self._run, name=f"cgx-inquiry-{rank}", daemon=True)
+        self._thread.start()
+
+    def note(self, call: _native.Call) -> int:
+        """Keep a call; its number. Raises where the group has failed."""
+        if self.failure is not None:
+            raise self.failure
+        with self._lock:
+            self._noted = number = self._noted + 1
+            self._calls.append((number, call))
+            self._noted_s = time.monotonic()
+        return number
+
+    def check(self) -> None:
+        """Raise what the group has failed with, here or on a peer."""
+        if self.failure is not None:
+            raise self.failure
+
+    def wonder(self) -> None:
+        """Somebody has waited long: have a look at what the others are doing."""
+        self._wondered = True
+        self._wake.set()
+
+    def explain(self, error: CGXError, number: int) -> CGXError:
+        """Tell the peers that the operation of this number has failed, hang up, and say whose fault it seems to be."""
+        if self.failure is None and not self._closing:
+            failure = _Failure(error, number)
+            self._failures.append(failure)
+            self._wake.set()
+            failure.accused.wait(_ACCUSED_S)
+            self.hang_up()
+            failure.ended.wait(2 * ANSWER_S)
+        else:
+            self.hang_up()
+        if self.failure is None:  # the store does not answer
+            self.failure = self._diagnosis(type(error), number, {self._rank: self._mine()}, {}, str(error))
+        return self.failure
+
+    def close(self, reason: CGXError | None = None) -> None:
+        """Leave; with a reason (abort), peers fail at once."""
+        if self._closing:
+            return
+        if reason is not None:
+            self._failures.append(_Failure(reason, 0))
+        self._closing = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    # ---- on the thread ----
+
+    def _run(self) -> None:
+        # A store that is gone, since its process has ended, has nothing to say.
+        with contextlib.suppress(RuntimeError):
+            while True:
+                self._wake.wait(LOOK_S)
+                self._wake.clear()
+                if self._closing:
+                    self._leave()
+                    return
+                if self._failures:
+                    self._examine(self._failures.popleft())
+                elif self._wondered:
+                    self._wondered = False
+                    self._look_around()
+                elif self._store.check([f"asked/{self._asked + 1}"]):
+                    self._answer()
+                    self._hear()
+        while self._failures:
+            failure = self._failures.popleft()
+            failure.accused.set()
+            failure.ended.set()
+
+    def _leave(self) -> None:
+        for failure in self._failures:
+            self._accuse(failure)
+            self._ask()
+        self._answer(has_left=True)
+
+    def _mine(self, has_left: bool = False) -> Report:
+        with self._lock:
+            calls, age_s = dict(self._calls), time.monotonic() - self._noted_s
+        return Report(calls, age_s if calls else 0.0, has_left)
+
+    def _answer(self, has_left: bool = False) -> None:
+        while self._store.check([f"asked/{self._asked + 1}"]):
+            self._asked += 1
+        self._store.set(f"calls/{self._rank}", self._mine(has_left).written(self._asked))
+
+    def _ask(self) -> int:
+        number = self._asked + 1
+        self._store.set(f"asked/{number}", "")
+        self._answer()
+        return number
+
+    def _accuse(self, failure: _Failure) -> dict[str, Any]:
+        """The first failure of any rank, which may be this one."""
+        kind, text = type(failure.error).__name__, str(failure.error)[:_TEXT_CHARS]
+        mine = json.dumps({"rank": self._rank, "kind": kind, "text": text, "number": failure.number})
+        return _read_failure(self._store.compare_set("failed", "", mine), len(self._names))
+
+    def _hear(self) -> None:
+        """Take over a peer's failure."""
+        if self.failure is None and self._store.check(["failed"]):
+            first = _read_failure(self._store.get("failed"), len(self._names))
+            if first["rank"] != self._rank:
+                self.failure = self._echo(first, self._collect(self._asked, ANSWER_S))
+                self.hang_up()
+
+    def _examine(self, failure: _Failure) -> None:
+        try:
+            first = self._accuse(failure)
+            failure.accused.set()
+            asked = self._ask()
+            lost = isinstance(failure.error, PeerLostError)
+            reports = self._collect(asked, ANSWER_S)
+            if first["rank"] != self._rank and (lost or isinstance(failure.error, MismatchError)):
+                self.failure = self._echo(first, reports)
+            else:
+                kind, said = type(failure.error), str(failure.error)
+                self.failure = self._diagnosis(kind, failure.number, reports, self._states(reports), said)
+        finally:
+            failure.accused.set()
+            failure.ended.set()
+
+    def _look_around(self) -> None:
+        """While all wait: have ranks lost step, or is somebody gone without whom this operation cannot end?"""
+        reports = self._collect(self._ask(), ANSWER_CALMLY_S, hurried=True)
+        self._hear()
+        if self.failure is not None or self._failures:
+            return
+        found = find_mismatch(reports, self._rank, self._names)
+        if found:
+            error: CGXError = MismatchError(f"{found}. {_ADVICE[MismatchError]}")
+        else:
+            number = self._noted
+            states = self._states(reports)
+            left = any(report.has_left and report.last < number for report in reports.values())
+            if not left and not any(_GONE in state for state in states.values()):
+                return
+            error = self._diagnosis(PeerLostError, number, reports, states, "")
+        first = self._accuse(_Failure(error, self._noted))
+        self.failure = error if first["rank"] == self._rank else self._echo(first, reports)
+        self._ask()
+        self.hang_up()
+
+    def _diagnosis(
+        self, kind: type[CGXError], number: int, reports: Mapping[int, Report], states: Mapping[int, str], said: str
+    ) -> CGXError:
+        """Of an operation that failed here with this kind of error, and these words of the engine's."""
+        found = find_mismatch(reports, self._rank, self._names)
+        if found:
+            return MismatchError(f"{found}. {_ADVICE[MismatchError]}")
+        missing = find_missing(reports, number, self._rank, self._names, states) or "all ranks have called it"
+        call = reports[self._rank].calls.get(number)
+        what = f"operation {number}, {describe(call)}" if call is not None else "the group"
+        advice = _ADVICE.get(kind, "Restart all ranks.")
+        return kind(f"{self._names[self._rank]} failed in {what}: {missing}. {advice}{f' ({said})' if said else ''}")
+
+    def _echo(self, first: Mapping[str, Any], reports: Mapping[int, Report]) -> CGXError:
+        """A peer's failure, as this rank raises it."""
+        kind = getattr(errors, str(first["kind"]), CGXError)
+        culprit, number = self._names[first["rank"]], self._noted
+        error = self._diagnosis(PeerLostError, number, reports, self._states(reports), f"{culprit} noticed it first")
+        if kind in _SHARED or isinstance(error, MismatchError):
+            return error
+        call = reports[self._rank].calls.get(number)
+        where = f" in operation {number}, {describe(call)}" if call is not None else ""
+        return PoisonedError(
+            f"{culprit} failed, and so {self._names[self._rank]} cannot go on{where}: {first['text']}. "
+            "Look at that rank's output for the cause, then restart all ranks."
+        )
+
+    def _collect(self, asked: int, limit_s: float, hurried: bool = False) -> dict[int, Report]:
+        """Reports by rank, of all that answer within the time; nobody waits for who is known to be gone.
+
+        `hurried`: and not when something fails here meanwhile.
+        """
+        reports = {self._rank: self._mine()}
+        deadline = time.monotonic() + limit_s
+        waiting = set(self._peers)
+        while True:
+            if self._store.check([f"asked/{self._asked + 1}"]):
+                self._answer()  # two may ask at once
+            for peer in sorted(waiting):
+                if self._store.check([f"calls/{peer}"]):
+                    with contextlib.suppress(ValueError):
+                        answered, report = read_report(bytes(self._store.get(f"calls/{peer}")))
+                        if answered >= asked or report.has_left:
+                            reports[peer] = report
+            waiting -= set(reports)
+            over = time.monotonic() > deadline or self._closing or (hurried and bool(self._failures))
+            if over or all(self._state(peer) for peer in waiting):
+                return reports
+            time.sleep(_POLL_S)
+
+    def _states(self, reports: Mapping[int, Report]) -> dict[int, str]:
+        """Of those that did not answer."""
+        return {peer: self._state(peer) for peer in self._peers if peer not in reports}
+
+    def _state(self, peer: int) -> str:
+        """What is wrong with the process of a peer on this machine; "" if nothing, or if it cannot be seen."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if peer not in self._facts:
+                if not self._store.check([f"who/{peer}"]):
+                    return ""
+                self._facts[peer] = json.loads(bytes(self._store.get(f"who/{peer}")))
+            who = self._facts[peer]
+            if who["place"] == _place():
+                return _process_state(int(who["pid"]), str(who["started"]))
+        return ""
+
+
+def _read_failure(text: bytes, world: int) -> dict[str, Any]:
+    found = parse_answer(bytes(text), "failed", {"rank": int, "kind": str, "text": str})
+    if not 0 <= found["rank"] < world:
+        raise MismatchError(f"rank {found['rank']} says that it has failed, and the group has {world} ranks")
+    return {"rank": found["rank"], "kind": found["kind"], "text": found["text"][:_TEXT_CHARS]}
+
+
+def _who() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"pid": pid, "place": _place(), "started": _stat(pid)[1]}
+
+
+def _place() -> str:
+    """The same for processes that see each other's."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"unknown {os.getpid()}"
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """A process's state, and when it began; empty where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            words = file.read().rpartition(")")[2].split()
+        return words[0], words[19]
+    except (OSError, IndexError):
+        return "", ""
+
+
+def _process_state(pid: int, started: str) -> str:
+    state, began = _stat(pid)
+    if began != started or state in ("Z", "X"):
+        return f"{_GONE}: its process (pid {pid}) was killed, crashed or ran out of memory"
+    if state in ("T", "t"):
+        return f"does not answer: its process (pid {pid}) is stopped (SIGSTOP, or a debugger)"
+    return ""
