@@ -300,6 +300,9 @@ class _Store:
     def set(self, key: str, value: str) -> None:
         self._answers[key] = value.encode()
 
+    def check(self, keys: list[str]) -> bool:
+        return True
+
     def get(self, key: str) -> bytes:
         return self._answers.get(key, b"{}")
 
