@@ -56,6 +56,7 @@ int64_t Board::note(const cgx_call& call) {
   mine.sequence.store(sequence, std::memory_order_release);
   ranks_[rank_].noted_at_ns.store(now_ns(), std::memory_order_relaxed);
   ranks_[rank_].noted.store(sequence, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // of two that note and then look, one sees the other's note
   return sequence;
 }
 

@@ -296,11 +296,20 @@ class Inquiry:
         found = find_mismatch(reports, self._rank, self._names)
         if found:
             return MismatchError(f"{found}. {_ADVICE[MismatchError]}")
+        if kind is PeerLostError and self._waits_for_a_call(reports, number):
+            kind = CGXTimeoutError  # a connection was closed by one who had waited long enough
         missing = find_missing(reports, number, self._rank, self._names, states) or "all ranks have called it"
         call = reports[self._rank].calls.get(number)
         what = f"operation {number}, {describe(call)}" if call is not None else "the group"
         advice = _ADVICE.get(kind, "Restart all ranks.")
         return kind(f"{self._names[self._rank]} failed in {what}: {missing}. {advice}{f' ({said})' if said else ''}")
+
+    def _waits_for_a_call(self, reports: Mapping[int, Report], number: int) -> bool:
+        """All live and answer, and one has not called what this rank has."""
+        theirs = [reports.get(peer) for peer in self._peers]
+        return all(report is not None and not report.has_left for report in theirs) and any(
+            report.last < number for report in theirs if report is not None
+        )
 
     def _echo(self, first: Mapping[str, Any], reports: Mapping[int, Report]) -> CGXError:
         """A peer's failure, as this rank raises it."""

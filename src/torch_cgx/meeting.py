@@ -38,7 +38,7 @@ def meet(store: Store, rank: int, world: int, timeout: timedelta, global_ranks: 
     """A name for this meeting of exactly these processes, the same on all of them and never used before."""
     number = secrets.token_hex(_NUMBER_NBYTES)
     store.set(f"hello/{rank}", number)
-    patience = _Patience(max(timeout, store.timeout))  # type: ignore[attr-defined]
+    patience = _Patience(timeout)
     if rank == 0:
         return _gather(store, world, patience, global_ranks)
     return _attend(store, rank, number, world, patience, global_ranks)

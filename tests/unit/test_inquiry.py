@@ -167,6 +167,15 @@ def test_one_that_has_left_is_told_from_one_that_is_silent(make: Make) -> None:
     assert "rank 5 has left the group" in str(error) and "rank 6 does not answer" in str(error)
 
 
+def test_a_connection_that_one_closed_who_waited_long_enough_is_a_time_out(make: Make) -> None:
+    ranks = [make(rank) for rank in range(3)]
+    for one in ranks[:2]:
+        one.note(SUM)
+    error = ranks[0].explain(PeerLostError("connection closed by peer"), 1)
+    assert type(error) is CGXTimeoutError, "all live, and one has not called"
+    assert "rank 6 has not called it" in str(error)
+
+
 def test_an_abort_reaches_the_others(make: Make) -> None:
     ranks = [make(rank) for rank in range(3)]
     ranks[2].close(CGXError("rank 6 called abort()"))
