@@ -74,6 +74,7 @@ class ProcessGroupCGX(Allreduces):
         self._carried: weakref.WeakSet[CarriedWork] = weakref.WeakSet()  # for the barrier, which waits for them
         self._closed = False
         self._aborting = False
+        self._exiting = False
         self._forked = False
         self._has_decider = False
         self.layers = LayerTable()
@@ -140,7 +141,7 @@ class ProcessGroupCGX(Allreduces):
         if self._reducer is not None:
             self._reducer.close()
         if self._cuda is not None:
-            self._cuda.close(at_once=failed or self._aborting)
+            self._cuda.close(at_once=failed or self._aborting, at_exit=self._exiting)
         self._completions.close()
 
     def abort(self) -> None:
@@ -150,6 +151,11 @@ class ProcessGroupCGX(Allreduces):
         self._aborting = True
         self.shutdown()
 
+    def leave_at_exit(self) -> None:
+        """Like shutdown, but without NCCL's own, which waits for peers: they may wait for this process to end."""
+        self._exiting = True
+        self.shutdown()
+
     def hang_up(self) -> None:
         """At exit, where this process may have to wait for others: peers that still need it shall not wait for it."""
         if self._world > 1 and not self._forked:
@@ -157,7 +163,7 @@ class ProcessGroupCGX(Allreduces):
 
     def __del__(self) -> None:
         if getattr(self, "_reducer", None) is not None and not self._forked:
-            self.shutdown()
+            self.leave_at_exit()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -274,12 +280,12 @@ class ProcessGroupCGX(Allreduces):
 def _close(reference: weakref.ref[ProcessGroupCGX]) -> None:
     group = reference()
     if group is not None:
-        group.shutdown()
+        group.leave_at_exit()
 
 
 def _close_all() -> None:
     for group in live_groups():
-        group.shutdown()
+        group.leave_at_exit()
     if finalises_at_exit():
         for group in list(_groups):
             group.hang_up()
