@@ -77,6 +77,7 @@ class ProcessGroupCGX(Allreduces):
         self._exiting = False
         self._forked = False
         self._has_decider = False
+        self._coalescing = False
         self.layers = LayerTable()
 
         met = meet(c10d.PrefixStore("cgx meeting", store), rank, world, timeout, self._global_ranks)
