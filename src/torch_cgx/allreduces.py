@@ -6,6 +6,7 @@ tensor's device; all else is Gloo's or NCCL's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -50,6 +51,8 @@ class Allreduces(ReduceScatters):
     _reducer: Reducer | None  # of CPU tensors; None: this rank is alone
     _cuda: CudaSide | None
     _has_decider: bool
+    _coalescing: bool  # NCCL is gathering calls, which it will launch as one
+    _lock: threading.Lock
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -98,11 +101,28 @@ class Allreduces(ReduceScatters):
         """NCCL's own, where nothing is compressed; else one after the other."""
         side, reduction = self._side(tensors[0]), reduction_name(opts.reduceOp)
         compressed = any(self._is_ours(t, reduction) and self._compression_for(t).bits != 32 for t in tensors)
-        if side is None or not compressed:
+        if side is None or self._coalescing or not compressed:
             run = partial(self._backend(tensors[0]).allreduce_coalesced, tensors, opts)
             return self._carry("all_reduce", run, tensors[0].dtype, None, tensors)
         parts = [self._allreduce("all_reduce", tensor, [tensor], opts) for tensor in tensors]
         return side.together(parts, tensors, self._completions)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """What is called until `_end_coalescing`, NCCL launches as one: exact, for no program can be part of that."""
+        side = self._cuda
+        if side is None or device.type != side.kind:
+            super()._start_coalescing(device)
+            return
+        with side.turn(self._lock):
+            side.carry(partial(side.carrier._start_coalescing))
+            self._coalescing = True
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if not self._coalescing:
+            return super()._end_coalescing(device)
+        assert self._cuda is not None
+        self._coalescing = False
+        return self._cuda.carrier._end_coalescing()
 
     def _together(self, parts: list[Any], result: list[Tensor]) -> Any:
         side = self._side(result[0]) if result else None
@@ -178,6 +198,8 @@ class Allreduces(ReduceScatters):
             compression = _widest_compression(layers)
         else:
             compression = self._compression_for(tensor) if operation == "all_reduce" else EXACT
+        if on_cuda and self._coalescing:
+            compression = EXACT
         if not self._is_ours(tensor, reduction) or (on_cuda and compression.bits == 32):
             shape = None if tensor.is_sparse else tuple(tensor.shape)
             run = partial(self._backend(tensor).allreduce, [tensor], _allreduce_options(opts, opts.reduceOp))

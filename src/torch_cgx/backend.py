@@ -77,8 +77,10 @@ class ProcessGroupCGX(Allreduces):
         self._carried: weakref.WeakSet[CarriedWork] = weakref.WeakSet()  # for the barrier, which waits for them
         self._closed = False
         self._aborting = False
+        self._exiting = False
         self._forked = False
         self._has_decider = False
+        self._coalescing = False
         self.layers = LayerTable()
 
         met = meet(c10d.PrefixStore("cgx meeting", store), rank, world, timeout, self._global_ranks)
@@ -163,7 +165,7 @@ class ProcessGroupCGX(Allreduces):
                 hang_up(self._gloo)
             self._starter.close()
         if self._cuda is not None:
-            self._cuda.close(at_once=failed or self._aborting)
+            self._cuda.close(at_once=failed or self._aborting, at_exit=self._exiting)
         self._completions.close()
 
     def abort(self) -> None:
@@ -177,6 +179,11 @@ class ProcessGroupCGX(Allreduces):
         self._aborting = True
         self.shutdown()
 
+    def leave_at_exit(self) -> None:
+        """Like shutdown, but without NCCL's own, which waits for peers: they may wait for this process to end."""
+        self._exiting = True
+        self.shutdown()
+
     def hang_up(self) -> None:
         """At exit, where this process may have to wait for others: peers that still need it shall not wait for it."""
         if self._world > 1 and not self._forked:
@@ -184,7 +191,7 @@ class ProcessGroupCGX(Allreduces):
 
     def __del__(self) -> None:
         if getattr(self, "_reducer", None) is not None and not self._forked:
-            self.shutdown()
+            self.leave_at_exit()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -322,12 +329,12 @@ def _hang_up_all(executor: MessageExecutor, gloo: Any) -> None:
 def _close(reference: weakref.ref[ProcessGroupCGX]) -> None:
     group = reference()
     if group is not None:
-        group.shutdown()
+        group.leave_at_exit()
 
 
 def _close_all() -> None:
     for group in live_groups():
-        group.shutdown()
+        group.leave_at_exit()
     if finalises_at_exit():
         for group in list(_groups):
             group.hang_up()

@@ -14,6 +14,7 @@ from distributed.harness import Rank, observe_ranks, run_ranks
 from distributed.test_cuda import CROSS, STAGED, WAYS, start, the_group
 from distributed.test_faults import names, raised
 from standin import StandInGroup
+from torch_cgx import backend
 
 BOTH = {CROSS: "GLOO"}  # with two nodes: NCCL within, Gloo between
 PLACES = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate("001")}
@@ -33,13 +34,16 @@ def leave(me: Rank, how: str) -> list[str]:
             dist.all_reduce(noise(me.rank, 5000))
     elif how == "aborted":
         group.abort()
+    elif how == "exited":
+        backend._close_all()  # as atexit calls it
+        assert group.is_closed
     dist.destroy_process_group()
     return how_it_left(log)
 
 
 @pytest.mark.parametrize("way", [*WAYS, "NCCL and Gloo"])
-@pytest.mark.parametrize("how", ["done", "failed", "aborted"])
-def test_who_leaves_a_group_that_has_failed_waits_for_nobody(how: str, way: str) -> None:
+@pytest.mark.parametrize("how", ["done", "failed", "aborted", "exited"])
+def test_who_leaves_a_group_that_has_failed_or_exits_waits_for_nobody(how: str, way: str) -> None:
     divided = way == "NCCL and Gloo"
     env, places = (BOTH, PLACES) if divided else (WAYS[way], None)
     world = 3 if divided else 2

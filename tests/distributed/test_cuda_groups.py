@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_cgx
-from distributed.gradients import BITS, noise, within_bound
+from distributed.gradients import BITS, is_exact, noise, within_bound
 from distributed.harness import Rank, describe, observe_ranks, run_ranks
 from distributed.test_cuda import CROSS, large_sum, start
 from standin import GlooForNccl, StandInGroup
@@ -71,6 +71,30 @@ def coalesced(me: Rank) -> None:
 
 def test_coalesced_all_gathers_and_reduce_scatters_are_carried() -> None:
     run_ranks(coalesced, 2, None)
+
+
+def coalesced_by_nccl(me: Rank) -> None:
+    """Within NCCL's own coalescing nothing has happened before its end: no program can wait for an exchange there."""
+    group = start(me, "standin")
+    group.device.log.clear()
+    tensors, alone = [noise(me.rank, 5000), noise(me.rank, 600)], noise(me.rank, 5000)
+    group._start_coalescing(torch.device("cpu"))  # as dist._coalescing_manager(device=...) does
+    works = [group.allreduce_coalesced(tensors), group.allreduce([alone])]
+    group._end_coalescing(torch.device("cpu"))
+    for work in works:
+        work.wait()
+    assert all(is_exact(each, me.world) for each in (*tensors, alone))
+    named = [entry[0] for entry in group.device.log if entry[0] in ("coalesce", "coalesced", "exchange")]
+    assert named == ["coalesce", "coalesced"]
+    dist.all_reduce(alone)
+    assert any(entry[0] == "exchange" for entry in group.device.log)
+    for call in (group._start_coalescing, group._end_coalescing):
+        with pytest.raises((RuntimeError, ValueError)):  # torch's, of a device that nobody serves
+            call(torch.device("meta"))
+
+
+def test_what_nccl_coalesces_is_exact() -> None:
+    run_ranks(coalesced_by_nccl, 2, None, env={BITS: "4"})
 
 
 # ---- who takes part ----

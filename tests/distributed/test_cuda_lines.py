@@ -28,7 +28,7 @@ from distributed.gradients import BITS, noise
 from distributed.harness import Rank, describe, observe_ranks
 from distributed.test_cuda import CROSS, INNER, STAGED, start
 from distributed.test_cuda_ends import leave, told_timeouts  # noqa: F401
-from distributed.test_cuda_groups import coalesced, take_turns
+from distributed.test_cuda_groups import coalesced, coalesced_by_nccl, take_turns
 from distributed.test_cuda_sharing import sums_over_shared_memory  # noqa: F401
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda import exchanges
@@ -193,6 +193,7 @@ JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
     ("mixed_calls", (), "00", {}),
     ("alone", (), "0", {BITS: "4"}),
     (coalesced.__name__, (), "00", {}),
+    (coalesced_by_nccl.__name__, (), "00", {BITS: "4"}),
     (take_turns.__name__, (), "0011", {BITS: "4", CROSS: "GLOO"}),
     ("large_sum", ("standin",), "001", {BITS: "4", CROSS: "GLOO"}),
     ("large_sum", ("standin",), "01", {BITS: "4", CROSS: "GLOO"}),

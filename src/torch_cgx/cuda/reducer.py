@@ -62,6 +62,7 @@ class CudaReducer:
         self._thread = JobThread("cgx-staging", self._hang_up) if exchange.waits else None
         self._next_number = number
         self._failure: CGXError | None = None
+        self._exiting = False
         self.reset_stats()
 
     def submit(self, request: Request) -> StreamWork:
@@ -156,10 +157,12 @@ class CudaReducer:
     def has_failed(self) -> bool:
         return self._failure is not None
 
-    def close(self) -> None:
+    def close(self, *, at_exit: bool = False) -> None:
+        """`at_exit`: without waiting for peers once what is queued has had its time."""
+        self._exiting = at_exit
         if self._thread is not None:
             self._thread.close()
-        self._exchange.close()
+        (self._exchange.abort if at_exit else self._exchange.close)()
 
     def abort(self) -> None:
         """Leave without waiting for anybody."""
@@ -168,5 +171,6 @@ class CudaReducer:
 
     def _hang_up(self) -> None:
         """The thread has failed, still waits, or is about to end."""
-        at_once = self._failure is not None or (self._thread is not None and self._thread.is_busy)
+        is_busy = self._thread is not None and self._thread.is_busy
+        at_once = self._exiting or self._failure is not None or is_busy
         (self._exchange.abort if at_once else self._exchange.close)()

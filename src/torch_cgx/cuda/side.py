@@ -68,16 +68,19 @@ class CudaSide:
         """Of what the carrier is given from now on; the reducer has its own."""
         limit(self.carrier, timeout)
 
-    def close(self, *, at_once: bool) -> None:
-        """`at_once`: the group has failed, and what is under way may never end."""
+    def close(self, *, at_once: bool, at_exit: bool = False) -> None:
+        """`at_once`: the group has failed, and what is under way may never end.
+
+        `at_exit`: what is staged may end, but NCCL waits for nobody, as where torch's own group is left to itself.
+        """
         reducer = self.reducer
         if reducer is not None:
             at_once = at_once or reducer.has_failed
             if at_once:
                 reducer.abort()
             else:
-                reducer.close()
-        leave(self.carrier, at_once=at_once)
+                reducer.close(at_exit=at_exit)
+        leave(self.carrier, at_once=at_once or at_exit)
 
 
 def open_side(
