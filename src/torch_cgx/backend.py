@@ -117,7 +117,7 @@ class ProcessGroupCGX(Allreduces):
             self._shared = membership.open_shared_group(joining, "cgx")
         if self._shared is not None:
             self._reducer = SharedReducer(self._shared, place)
-        if self._shared is None and world > 1:
+        elif world > 1:
             executor, topology = open_executor(joining)
             hang_up_all = partial(_hang_up_all, executor, self._gloo)
             self._inquiry = Inquiry(prefixed("cgx inquiry"), rank, self._global_ranks, hang_up_all)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+from torch_cgx.answers import read_answer
 from torch_cgx.errors import SharedMemoryError
 from torch_cgx.executors.direct_exchange import make_block, open_block
 from torch_cgx.membership import Joining
@@ -24,7 +25,7 @@ def processes_that_share(joining: Joining) -> tuple[int, ...] | None:
     try:
         mine = {"pid": os.getpid(), "file": -1 if trial is None else trial.file}
         store.set(f"made/{joining.rank}", json.dumps(mine))
-        made = [json.loads(bytes(store.get(f"made/{other}"))) for other in range(world)]
+        made = [read_answer(store, f"made/{other}", {"pid": int, "file": int}) for other in range(world)]
         try:
             for theirs in made:
                 open_block(theirs["pid"], theirs["file"], _TRIAL_NBYTES)
