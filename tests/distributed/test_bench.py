@@ -54,6 +54,7 @@ def test_prints_a_checked_row_for_every_size_and_backend_and_writes_the_raw_samp
     assert sum(row[2:3] == ["cgx"] for row in rows) == 4, "two sizes, in both tables"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_with_32_bits_the_sum_is_exact(dtype: str, tmp_path: Path) -> None:
     output = tmp_path / "out.json"
@@ -64,6 +65,7 @@ def test_with_32_bits_the_sum_is_exact(dtype: str, tmp_path: Path) -> None:
     assert gloo["check"]["relative_error"] < 0.01
 
 
+@pytest.mark.matrix
 def test_without_another_backend_it_measures_cgx_alone() -> None:
     done = bench("--sizes", "4K", "--against", "none")
     assert done.returncode == 0, done.stderr
@@ -104,6 +106,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.matrix
 @pytest.mark.alone
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
 def test_ctrl_c_ends_the_ranks_too() -> None:
@@ -116,6 +119,7 @@ def test_ctrl_c_ends_the_ranks_too() -> None:
     assert all_end_within(5.0, ranks)
 
 
+@pytest.mark.matrix
 @pytest.mark.alone
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
 def test_ranks_do_not_outlive_a_killed_parent() -> None:

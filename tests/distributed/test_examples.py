@@ -75,6 +75,7 @@ def test_cifar_train_compresses_on_cgx(tmp_path: Path) -> None:
 GPT = ["--context", "32", "--layers", "1", "--width", "64", "--batch", "8", "--lr", "5e-3"]
 
 
+@pytest.mark.matrix
 def test_gpt_train_compresses_on_gloo_with_error_feedback(tmp_path: Path) -> None:
     data = write_text(tmp_path / "text.txt")
     settings = ["--epochs", "6", "--backend", "gloo", "--bits", "2", "--error-feedback"]

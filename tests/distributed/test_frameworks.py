@@ -37,8 +37,8 @@ def need(*frameworks: str) -> None:
     ("example", "frameworks"),
     [
         ("plain", []),
-        ("accelerate", ["accelerate"]),
-        ("trainer", ["accelerate", "transformers"]),
+        pytest.param("accelerate", ["accelerate"], marks=pytest.mark.matrix),
+        pytest.param("trainer", ["accelerate", "transformers"], marks=pytest.mark.matrix),
         ("lightning", ["lightning"]),
     ],
 )

@@ -98,7 +98,7 @@ def hierarchical_sums(me: Rank, quantizations: int) -> tuple[Topology, list[str]
             within_bound(x, me.world, bits, average=average, quantizations=quantizations)
         digests.append(digest(x))
     group: Any = dist.group.WORLD
-    return group._reducer._topology, digests
+    return group._reducer._meanings.topology, digests
 
 
 @pytest.mark.parametrize(("world", "choice", "shares", "quantizations"), HIERARCHIES)
@@ -264,6 +264,7 @@ def test_bench_measures_the_link_first_and_prints_the_share_of_its_limit(make_ho
     assert done.stdout.count(" %") >= 2, last
 
 
+@pytest.mark.matrix
 @pytest.mark.alone
 def test_ctrl_c_ends_a_bench_on_nodes_and_leaves_nothing(make_hosts: MakeHosts) -> None:
     make_hosts(1)

@@ -66,6 +66,7 @@ def loss_in(output: str, processes: int) -> str:
     return match[1]
 
 
+@pytest.mark.matrix
 def test_a_training_whose_process_is_killed_goes_on_and_ends_with_the_same_loss(
     tmp_path: Path, text: Path, environ: Mapping[str, str]
 ) -> None:
