@@ -59,7 +59,8 @@ std::string objection(int file, int64_t nbytes) {
 
 std::string map(int file, int64_t nbytes, uint8_t** data) {
   void* mapped = mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  if (mapped == MAP_FAILED) return failure("cannot map shared memory (free some memory there, then restart all ranks)", errno);
+  if (mapped == MAP_FAILED)
+    return failure("cannot map shared memory (free some memory there, then restart all ranks)", errno);
   *data = static_cast<uint8_t*>(mapped);
   return "";
 }
