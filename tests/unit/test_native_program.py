@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
     command = ["sh", str(ROOT / ".ci" / "native-tests"), str(folder), "-O1"]
