@@ -91,8 +91,9 @@ def _attend(store: Store, rank: int, number: str, world: int, patience: _Patienc
         if seen is not None and _read(store, "sealed") == seen:
             return seen
         if not patience.pause():
-            missing = [other for other in range(world) if not _read(store, f"hello/{other}")]
-            raise _absence(rank, missing or [0], patience, global_ranks)
+            silent = [other for other in range(world) if not _read(store, f"hello/{other}")]
+            unseen = [other for other in range(1, world) if _read(store, f"seen/{other}") != name]
+            raise _absence(rank, silent or (unseen if seen == name else []) or [0], patience, global_ranks)
 
 
 def _read(store: Store, key: str, most_nbytes: int = _ANSWER_NBYTES) -> str:

@@ -68,6 +68,24 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         meet(store, 1, 3, timedelta(seconds=0.2), (4, 6, 7))
 
 
+def test_a_rank_that_says_hello_and_then_nothing_more_is_named_by_all() -> None:
+    store, short = HashStore(), timedelta(seconds=0.5)
+    store.set("hello/2", "0" * 32)
+    raised: list[str] = []
+
+    def run(rank: int) -> None:
+        with pytest.raises(CGXTimeoutError) as caught:
+            meet(store, rank, 3, short, range(3))
+        raised.append(str(caught.value))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [text.partition(" for ")[2][:6] for text in raised] == ["rank 2"] * 2
+
+
 @pytest.mark.parametrize("foreign", [json.dumps({"a": 1}), json.dumps([]), json.dumps("x"), "{", "\0"])
 def test_what_is_no_roster_is_waited_over(foreign: str) -> None:
     store = HashStore()
