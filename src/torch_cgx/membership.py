@@ -37,7 +37,7 @@ SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
 SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, Gloo is the better choice
 
-_MEMBER = {"version": str, "settings": dict, "node": str, "pids": str, "native": bool}
+_MEMBER = {"version": str, "settings": dict, "node": str, "pids": str, "native": bool, "cuda_problem": str}
 _SEGMENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}")  # a file's name, not a path
 _MOST_PAUSE_S = 0.05  # between two looks at whether a peer has joined
 

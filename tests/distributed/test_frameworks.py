@@ -39,7 +39,7 @@ def need(*frameworks: str) -> None:
         ("plain", []),
         pytest.param("accelerate", ["accelerate"], marks=pytest.mark.matrix),
         pytest.param("trainer", ["accelerate", "transformers"], marks=pytest.mark.matrix),
-        ("lightning", ["lightning"]),
+        pytest.param("lightning", ["lightning"], marks=pytest.mark.matrix),
     ],
 )
 def test_an_example_compresses_its_gradients_and_all_ranks_agree(

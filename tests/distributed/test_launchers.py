@@ -146,6 +146,7 @@ def test_an_unmodified_script_runs_in_a_slurm_step(script: Path, environ: dict[s
     assert_both_ranks_have_the_sum("".join([finish(process) for process in processes]))
 
 
+@pytest.mark.matrix
 def test_plain_environment_variables_work(script: Path, environ: dict[str, str]) -> None:
     script.write_text(SCRIPT)
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

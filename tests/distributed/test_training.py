@@ -291,7 +291,7 @@ def test_a_compiled_ddp_model_trains_like_one_process(backend: str) -> None:
     like_one_process(run_ranks(compiled_ddp, 2, backend, "aot_eager", timeout_s=90), train_alone(2))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_ddp_model_compiled_to_machine_code_trains_like_one_process() -> None:
     like_one_process(run_ranks(compiled_ddp, 2, "cgx", "inductor", timeout_s=180), train_alone(2))

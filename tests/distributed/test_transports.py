@@ -25,7 +25,10 @@ from distributed.transport_cases import CASES, WORLD, Ranks
 INNER, CROSS = "CGX_INNER_COMMUNICATOR_TYPE", "CGX_CROSS_COMMUNICATOR_TYPE"
 
 # Tests of one library go to one worker, which starts mpirun for all of them once.
-EACH_LIBRARY = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in LIBRARIES]
+MORE = {"MPICH": [pytest.mark.matrix]}
+EACH_LIBRARY = [
+    pytest.param(name, marks=[pytest.mark.xdist_group(name), *MORE.get(name, [])], id=name) for name in LIBRARIES
+]
 
 
 @functools.cache
@@ -116,7 +119,7 @@ def training(folder: Path) -> tuple[Path, dict[str, str]]:
     return script, environ
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", EACH_LIBRARY)
 def test_training_over_mpi_under_mpirun_is_training_over_gloo_to_the_bit(library: str, tmp_path: Path) -> None:
     script, environ = training(tmp_path)
     process = start([*start_ranks(library), sys.executable, script], with_mpi4py_on(library, environ))

@@ -20,3 +20,15 @@ def test_any_input_works_or_is_refused_in_words(name: str) -> None:
 
     search()
     assert len(went) >= 20
+
+
+# What `make fuzz` has found: a sparse tensor among a checkpoint's settings, a member that says nothing of its GPUs.
+FOUND = [
+    ("checkpoint", b"\x81\x81\xcd\xd0\x85" + b"\xda" * 23 + b"\xd4"),
+    ("membership", b"/`\xdc\xcf(\xf5\xf5\xf5\xf5Y\xf5\xf5\xf5u\xf5\xf5\xf5\xf5#"),
+]
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND)
+def test_what_once_broke_is_refused_in_words(name: str, data: bytes) -> None:
+    TARGETS[name](data)

@@ -50,6 +50,8 @@ def check_saved(saved: object, settings: Mapping[str, Any], version: int) -> Non
     theirs = _mapping("state_dict: settings", saved["settings"])
     if theirs.keys() != settings.keys():
         raise ValueError(f"state_dict: expected settings {list(settings)}, got {shortened(list(theirs))}")
+    for name, value in theirs.items():
+        _no_tensor(f"state_dict: settings: {name}", value)
     check_settings(theirs)
     for name, least in (("step", 0), ("rank", 0), ("world", 1)):
         at_least(f"state_dict: {name}", saved[name], least)
@@ -61,6 +63,15 @@ def check_saved(saved: object, settings: Mapping[str, Any], version: int) -> Non
         raise ValueError(f"state_dict: residual_scale: expected a number above 0, got {shortened(scale)}")
     if saved["adaptive"] is not None:
         _check_adaptive(_mapping("state_dict: adaptive", saved["adaptive"]))
+
+
+def _no_tensor(where: str, value: object) -> None:
+    """Settings are compared with those of this state, which tensors would answer with tensors."""
+    if isinstance(value, Tensor):
+        raise ValueError(f"{where}: expected plain values, got a tensor of {value.dtype}, shape {tuple(value.shape)}")
+    within = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    for each in within if isinstance(within, (list, tuple, set, frozenset)) else ():
+        _no_tensor(where, each)
 
 
 def _check_adaptive(saved: Mapping[str, Any]) -> None:
