@@ -22,9 +22,10 @@ def test_any_input_works_or_is_refused_in_words(name: str) -> None:
     assert len(went) >= 20
 
 
-# What `make fuzz` has found: a sparse tensor among a checkpoint's settings, a member that says nothing of its GPUs.
+# What `make fuzz` has found: tensors as a checkpoint's settings and version, a member that says nothing of its GPUs.
 FOUND = [
     ("checkpoint", b"\x81\x81\xcd\xd0\x85" + b"\xda" * 23 + b"\xd4"),
+    ("checkpoint", b"Q\x03\xf4>\x80B\xff\x11`\xd7\x11"),
     ("membership", b"/`\xdc\xcf(\xf5\xf5\xf5\xf5Y\xf5\xf5\xf5u\xf5\xf5\xf5\xf5#"),
 ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_cgx.config import shortened, whole_number
 
-__all__ = ["at_least", "check_saved", "check_settings"]
+__all__ = ["at_least", "check_saved", "check_settings", "version_of"]
 
 _SAVED = ("version", "step", "settings", "rank", "world", "residuals", "residual_scale", "adaptive")
 _SAMPLE = ("numel", "itemsize", "positions", "mean", "squares")
@@ -41,10 +41,16 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def version_of(saved: object) -> int | None:
+    """Of a checkpoint; None of what is none, whose version may be anything: a tensor, say."""
+    version = saved.get("version") if isinstance(saved, Mapping) else None
+    return version if type(version) is int else None
+
+
 def check_saved(saved: object, settings: Mapping[str, Any], version: int) -> None:
     """Raise before anything is changed where this is not what `state_dict` returns."""
     saved = _mapping("state_dict", saved)
-    if saved.get("version") != version:
+    if version_of(saved) != version:
         raise ValueError(f"state_dict: expected version 1 to {version}, got {shortened(saved.get('version'))}")
     _keys("state_dict", saved, _SAVED)
     theirs = _mapping("state_dict: settings", saved["settings"])

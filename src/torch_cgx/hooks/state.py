@@ -19,7 +19,7 @@ from torch_cgx.backend import ProcessGroupCGX
 from torch_cgx.config import Compression
 from torch_cgx.hooks.adaptation import Adaptation
 from torch_cgx.hooks.buckets import KnownBucket, KnownLayer
-from torch_cgx.hooks.checks import at_least, check_saved, check_settings
+from torch_cgx.hooks.checks import at_least, check_saved, check_settings, version_of
 from torch_cgx.hooks.choices import Choices, read_compression
 from torch_cgx.hooks.groups import cgx_group_of
 from torch_cgx.hooks.report import Report
@@ -304,7 +304,7 @@ class CGXState:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from there. What does not fit this rank and this number of ranks is dropped, with a warning."""
-        if isinstance(saved, Mapping) and saved.get("version") == 1 and isinstance(saved.get("settings"), Mapping):
+        if version_of(saved) == 1 and isinstance(saved.get("settings"), Mapping):
             before = {**saved["settings"], "adaptive": None}
             saved = {**saved, "version": _VERSION, "settings": before, "adaptive": None}
         check_saved(saved, self._settings, _VERSION)
