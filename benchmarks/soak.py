@@ -39,13 +39,14 @@ WORLD = 4
 PERIOD = 17  # values repeat after so many: a prime, so that no block or chunk begins like another
 MOST_NBYTES = 256 << 20
 LARGE_NBYTES = 16 << 20
-LARGE_SHARE = 0.01  # of the operations may be larger than LARGE_NBYTES
+SHAPES = 200
+LARGE_SHARE = 0.01  # of the shapes may be larger than LARGE_NBYTES
 MOST_IN_FLIGHT = 6
 GROUP_TIMEOUT_S = 300
 ROUNDS_A_TEMPORARY_GROUP = 40
 SAMPLE_S = 2.0
 ALLOWED_GROWTH_NBYTES = 32 << 20  # of resident memory, besides a twentieth: allocators keep something
-CACHES_NBYTES = 160 << 20  # what layouts and plans of ever new sizes may fill before the oldest of them go
+CACHES_NBYTES = 160 << 20  # what layouts and plans may fill until each group has seen most shapes
 CACHES_FILL_S = 600
 KINDS = ("all_reduce", "all_reduce", "all_reduce", "coalesced", "reduce_scatter", "all_gather", "broadcast", "barrier")
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
@@ -124,6 +125,7 @@ def run(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> 
     me, seconds = dist.get_rank(), arguments["seconds"]
     places = make_places()
     dice = random.Random(arguments["seed"])
+    shapes = draw_shapes(dice)
     own_dice = random.Random(me)
     counts: Counter[str] = Counter()
     samples: list[dict[str, int]] = []
@@ -136,11 +138,11 @@ def run(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> 
         dist.all_reduce(state[1:], dist.ReduceOp.MAX)
         if state[0] >= seconds or state[1]:
             break
-        orders = list(draw(dice, places, 20 * number))
+        orders = list(draw(dice, places, shapes, 20 * number))
         temporary = number % ROUNDS_A_TEMPORARY_GROUP == ROUNDS_A_TEMPORARY_GROUP - 1
         if temporary:
             place = Place("temporary", dist.new_group(backend="cgx"), tuple(range(WORLD)), 2)
-            orders += draw(dice, [place], 20 * number + 10)
+            orders += draw(dice, [place], shapes, 20 * number + 10)
         problems += make_round(orders, own_dice, counts)
         if temporary:
             dist.destroy_process_group(place.group)
@@ -182,23 +184,26 @@ def warm_up(places: list[Place], own_dice: random.Random) -> list[str]:
     ]
 
 
-def draw(dice: random.Random, places: list[Place], first: int) -> Iterator[Order]:
-    """A round: operations that are in flight together. Every rank draws all, and makes those of its groups."""
-    for i in range(dice.randint(1, MOST_IN_FLIGHT)):
-        most = MOST_NBYTES if dice.random() < LARGE_SHARE else LARGE_NBYTES
+def draw_shapes(dice: random.Random) -> list[dict[str, Any]]:
+    """What operations are made of. A training has some hundred shapes, for which groups keep layouts and plans."""
+    shapes = []
+    for i in range(SHAPES):
+        most = MOST_NBYTES if i < SHAPES * LARGE_SHARE else LARGE_NBYTES
         dtype = dice.choice(DTYPES)
         # Were the power 1, logarithms would be drawn evenly; so there are more small ones.
         nbytes = math.exp(math.log(most) * dice.random() ** 1.5)
-        yield Order(
-            number=first + i,
-            place=dice.choice(places),
-            kind=dice.choice(KINDS),
-            numel=max(1, int(nbytes) // dtype.itemsize),
-            dtype=dtype,
-            bits=dice.choice((1, 2, 3, 4, 5, 6, 7, 8, 32)),
-            average=dice.random() < 0.5,
-            pause=dice.random() < 0.02,
-        )
+        numel = max(1, int(nbytes) // dtype.itemsize)
+        bits = dice.choice((1, 2, 3, 4, 5, 6, 7, 8, 32))
+        shapes.append({"numel": numel, "dtype": dtype, "bits": bits, "average": dice.random() < 0.5})
+    shapes[0]["numel"] = MOST_NBYTES // shapes[0]["dtype"].itemsize
+    return shapes
+
+
+def draw(dice: random.Random, places: list[Place], shapes: list[dict[str, Any]], first: int) -> Iterator[Order]:
+    """A round: operations that are in flight together. Every rank draws all, and makes those of its groups."""
+    for i in range(dice.randint(1, MOST_IN_FLIGHT)):
+        place, kind, pause = dice.choice(places), dice.choice(KINDS), dice.random() < 0.02
+        yield Order(number=first + i, place=place, kind=kind, pause=pause, **dice.choice(shapes))
 
 
 def make_round(orders: list[Order], own_dice: random.Random, counts: Counter[str]) -> list[str]:
