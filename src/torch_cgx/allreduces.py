@@ -112,10 +112,10 @@ class Allreduces(ReduceScatters):
         side = self._cuda
         if side is None or device.type != side.kind:
             super()._start_coalescing(device)
-            return
-        with side.turn(self._lock):
-            side.carry(partial(side.carrier._start_coalescing))
-            self._coalescing = True
+        else:
+            with side.turn(self._lock):
+                side.carry(partial(side.carrier._start_coalescing))
+                self._coalescing = True
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if not self._coalescing:

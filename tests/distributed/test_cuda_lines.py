@@ -28,7 +28,7 @@ from distributed.gradients import BITS, noise
 from distributed.harness import Rank, describe, observe_ranks
 from distributed.test_cuda import CROSS, INNER, STAGED, start
 from distributed.test_cuda_ends import leave, told_timeouts  # noqa: F401
-from distributed.test_cuda_groups import coalesced, coalesced_by_nccl, take_turns
+from distributed.test_cuda_groups import coalesced, coalesced_by_nccl, take_turns, without_a_gpu
 from distributed.test_cuda_sharing import sums_over_shared_memory  # noqa: F401
 from torch_cgx.algorithms import Topology
 from torch_cgx.cuda import exchanges
@@ -58,6 +58,7 @@ WATCHED = [*FILES, *KERNELS, *PARTLY]
 
 # What only a GPU can execute, by the file it stands in. Each is one call into torch.cuda, NCCL or Triton.
 ONLY_ON_A_GPU = {
+    "backend.py": ["return cuda_engine(joining)"],
     "device.py": [
         "torch.cuda.set_device(where)",
         "return torch.cuda.Stream(where, priority=-1)  # type: ignore[no-untyped-call]",
@@ -150,6 +151,11 @@ def every_collective(me: Rank) -> None:
     group.allreduce_layers(noise(me.rank, 64), (Layer(64, MaxMin(4, 64)),)).wait()
     with pytest.raises(ValueError, match="expected tensors on cpu"):
         dist.broadcast(torch.empty(4, device="meta"), 0)
+    with pytest.raises(TypeError, match="expected real numbers"):
+        group.gather([[x]], [torch.zeros(4, dtype=torch.complex64)])
+    for wrong, words in ((torch.zeros(4, 2).t(), "contiguous input"), (torch.zeros(3), "equal parts")):
+        with pytest.raises(ValueError, match=words):
+            group.alltoall_base(whole, wrong, [], [])
     dist.destroy_process_group()
     me.start_group("cgx", name="another")
     group = dist.group.WORLD
@@ -194,6 +200,7 @@ JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
     ("alone", (), "0", {BITS: "4"}),
     (coalesced.__name__, (), "00", {}),
     (coalesced_by_nccl.__name__, (), "00", {BITS: "4"}),
+    (without_a_gpu.__name__, (), "000", {BITS: "4"}),
     (take_turns.__name__, (), "0011", {BITS: "4", CROSS: "GLOO"}),
     ("large_sum", ("standin",), "001", {BITS: "4", CROSS: "GLOO"}),
     ("large_sum", ("standin",), "01", {BITS: "4", CROSS: "GLOO"}),
