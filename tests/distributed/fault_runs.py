@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distributed import fault_cases, harness
-from distributed.fault_cases import BITS, FAULTS, SHM, Fault, inject
+from distributed.fault_acts import BITS, SHM
+from distributed.fault_cases import FAULTS, Fault, inject
 from distributed.harness import Outcome
 from torch_cgx.cli.hosts import Hosts, Node
 
