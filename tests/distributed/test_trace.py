@@ -43,7 +43,9 @@ def one_does_not_come(me: Rank, how: str) -> None:
             me.store.set(f"raised/{me.rank}", "")
             if how == "stopped":
                 os.kill(culprit, signal.SIGKILL)
-    elif how == "killed":
+        return
+    me.store.wait(["pid/0", "pid/1"])  # they are past the broadcast: a death during it would stop it there
+    if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
