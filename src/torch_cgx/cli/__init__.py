@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    from torch_cgx.cli import bench, bits, doctor, kernels, trace  # noqa: F401  (importing registers them)
+    from torch_cgx.cli import bench, bench_train, bits, doctor, kernels, trace  # noqa: F401  (importing registers them)
     from torch_cgx.cli.registry import COMMANDS, Parser
 
     parser = Parser(prog="cgx", description="Compressed all-reduce for torch.distributed: measure it, check it.")

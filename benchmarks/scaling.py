@@ -1,0 +1,66 @@
+"""Weak scaling: `cgx bench train` for every model, rate and number of nodes, one JSON file each.
+
+    python benchmarks/scaling.py            # as root: it makes its hosts; about an hour on two cores
+
+What is there already is not measured again: remove a file to have it anew. benchmarks/page.py makes plots and tables of
+the files. All nodes share this machine's processors, so a step takes longer the more of them there are, with or without
+communication; what is compared is each step with the ideal one of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE / "results" / "train"
+MODELS = ("gpt", "resnet", "vit", "mlp")
+RATES = ("100mbit", "1gbit", "10gbit")
+NODES = (2, 3, 4)
+CONTESTANTS = ["--against", "gloo,fp16,powersgd", "--bits", "8,4,2,adaptive"]
+BATCH = {"gpt": 4, "resnet": 4, "vit": 4, "mlp": 64}
+ROUNDS = {"100mbit": 3, "1gbit": 6, "10gbit": 6}
+STEPS = {"100mbit": 1, "1gbit": 2, "10gbit": 2}
+LIMIT_S = 1800
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    rate: str
+    nodes: int
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.model}-{self.rate}-{self.nodes}-nodes.json"
+
+    @property
+    def arguments(self) -> list[str]:
+        where = ["--nodes", str(self.nodes), "--rate", self.rate, "--batch", str(BATCH[self.model])]
+        turns = ["--rounds", str(ROUNDS[self.rate]), "--steps", str(STEPS[self.rate])]
+        return ["bench", "train", "--model", self.model, *where, *turns, *CONTESTANTS, "--json", str(self.path)]
+
+
+def cases(models: list[str], rates: list[str], nodes: list[int]) -> list[Case]:
+    return [Case(model, rate, count) for count in nodes for rate in rates for model in models]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
+    parser.add_argument("--nodes", nargs="+", type=int, choices=NODES, default=list(NODES))
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    missing = [case for case in cases(options.models, options.rates, options.nodes) if not case.path.exists()]
+    for number, case in enumerate(missing, start=1):
+        print(f"\n{number} of {len(missing)}: cgx {' '.join(case.arguments)}", flush=True)
+        subprocess.run([sys.executable, "-m", "torch_cgx.cli", *case.arguments], check=True, timeout=LIMIT_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
