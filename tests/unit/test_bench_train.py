@@ -114,6 +114,7 @@ def rank(steps: dict[str, list[float]], curves: dict[str, list[list[float]]] | N
                 "contestant": name,
                 "step_s": step_s,
                 "busy_s": [1.5 for _ in step_s],
+                "processor_s": step_s,
                 "sent_nbytes": 8.0,
                 "link_nbytes": [9.0, 11.0],
                 "loss": (curves or {}).get(name, []),

@@ -102,6 +102,7 @@ def bench_train(options: argparse.Namespace) -> int:
     ideal     share of ideal scaling: the step with communication left out / this step, median over rounds
     busy      seconds a step in which gradients are on their way
     exposed   what communication adds to the step; hidden: busy - exposed, what backward covers
+    CPU       processor seconds of rank 0 a step, all its threads
     sent      bytes one rank sends a step, by layout
     link      bytes a step on the busiest node's link, by its device's count (with --nodes)
     loss      on what was held out, when all have trained for as long as the one with the least time

@@ -120,12 +120,13 @@ class Trainer:
     def turn(self, contestant: Contestant) -> None:
         self.step(contestant)
         before = self._link_nbytes()
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         busy_s = 0.0
         for _ in range(self.plan.steps):
             self.step(contestant)
             busy_s += contestant.watch.busy_s()
         contestant.step_s.append((time.perf_counter() - start) / self.plan.steps)
+        contestant.processor_s.append((time.process_time() - processor) / self.plan.steps)
         contestant.busy_s.append(busy_s / self.plan.steps)
         after = self._link_nbytes()
         contestant.link_nbytes = [
@@ -199,6 +200,7 @@ def _result(plan: Plan, trainer: Trainer) -> Message:
             "contestant": each.name,
             "step_s": each.step_s,
             "busy_s": each.busy_s,
+            "processor_s": each.processor_s,
             "sent_nbytes": each.sent_nbytes(world),
             "link_nbytes": [nbytes / timed for nbytes in each.link_nbytes],
             "loss": each.curve,

@@ -106,6 +106,7 @@ class Contestant:
     curve: list[tuple[float, float]] = field(default_factory=list)  # seconds, and the loss on what was held out
     step_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
     link_nbytes: list[int] = field(default_factory=lambda: [0, 0])
 
     def sent_nbytes(self, world: int) -> float:

@@ -17,6 +17,7 @@ The head is that of every benchmark (report.py), with kind "train"; then:
         communication_s     seconds a step in which gradients are on their way, median over rounds; null for ideal
         exposed_s           median_s - that of ideal
         hidden_s            communication_s - exposed_s, at least 0; null for ideal
+        processor_s         processor seconds of rank 0 a step, all threads, median over rounds
         sent_nbytes         by one rank a step: a ring's share of the payloads
         link_nbytes         a step on the busiest node's link in its busier direction; null on one host
         loss                [seconds of its own clock, loss on what was held out]: before the first step, after the
@@ -80,6 +81,7 @@ def _merge_cell(of_ranks: Sequence[Mapping[str, Any]]) -> Cell:
         "median_s": median(step_s),
         "steps_per_s": 1 / median(step_s),
         "communication_s": median(busy_s),
+        "processor_s": median(of_ranks[0]["processor_s"]),
         "sent_nbytes": of_ranks[0]["sent_nbytes"],
         "link_nbytes": max(nbytes for cell in of_ranks for nbytes in cell["link_nbytes"]),
         "loss": of_ranks[0]["loss"],
@@ -118,7 +120,7 @@ def format_train(result: Mapping[str, Any]) -> str:
     if result["link"]:
         there, back = (f"{bits / 1e6:.0f}" for bits in result["link"]["goodput_bit_per_s"])
         lines.append(f"TCP goodput of the link: {there} Mbit/s and, at the same time, {back} back")
-    header = ["gradients", "step", "steps/s", "ideal", "busy", "exposed", "hidden", "sent"]
+    header = ["gradients", "step", "steps/s", "ideal", "busy", "exposed", "hidden", "CPU", "sent"]
     header += ["link"] if result["link"] else []
     equal = result["equal_s"]
     header += [f"loss at {equal:.0f} s" if equal is not None else "loss"]
@@ -141,6 +143,7 @@ def _row(cell: Cell, with_link: bool) -> list[str]:
         seconds(cell["communication_s"]),
         seconds(cell["exposed_s"]) if cell["communication_s"] is not None else "",
         seconds(cell["hidden_s"]),
+        format_seconds(cell["processor_s"]),
         format_nbytes(cell["sent_nbytes"]),
         *([format_nbytes(cell["link_nbytes"])] if with_link else []),
         "" if loss is None else f"{loss:.3f}",

@@ -1,0 +1,230 @@
+"""Makes the plots and tables of docs/benchmarks.md about whole trainings from raw JSON: measures nothing.
+
+    python benchmarks/page.py
+
+Reads benchmarks/results/speedup.json (the run of the front page) and benchmarks/results/train/*.json (scaling.py), lets
+`cgx plan` predict more nodes than were measured, and writes docs/speedup.png, docs/scaling-MODEL.png and what stands
+between the page's markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_cgx.cli.plan_inputs import input_of_run, link_rate
+from torch_cgx.cli.plan_model import Plan
+from torch_cgx.cli.plan_sites import make_site
+from torch_cgx.cli.table import format_markdown, format_nbytes, format_seconds
+from torch_cgx.cli.train_plot import colour_of, draw_train
+from torch_cgx.cli.train_report import IDEAL, names_of
+
+HERE = Path(__file__).resolve().parent
+RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+MORE_NODES = (8, 16, 32, 64, 128, 256, 512, 1024)
+PLANNED = {"gloo": "exact", "fp16": "fp16", "cgx-8": "8 bits", "cgx-4": "4 bits", "cgx-2": "2 bits"}
+Run = dict[str, Any]
+Runs = Mapping[tuple[str, int], Run]  # of one model, by rate and nodes
+
+# Prices of a node and hour that somebody might pay; typed in, not looked up. `--price` of `cgx plan` takes your own.
+NODES_FOR_HIRE = (
+    ("small virtual machine, 2 cores", "1gbit", 0.05),
+    ("the same in two offices, joined by 100 Mbit/s", "100mbit", 0.05),
+    ("the same with a fast network", "10gbit", 0.08),
+)
+COST_NODES, COST_HOURS = 8, 24.0
+COSTED = ("exact", "fp16", "8 bits", "4 bits", "2 bits")
+
+
+def load() -> dict[str, dict[tuple[str, int], Run]]:
+    models: dict[str, dict[tuple[str, int], Run]] = {}
+    for path in sorted((RESULTS / "train").glob("*.json")):
+        run = json.loads(path.read_text())
+        models.setdefault(run["model"]["name"], {})[run["link"]["rate"], run["link"]["nodes"]] = run
+    return models
+
+
+def plan_of(runs: Runs, rate: str) -> Plan:
+    """More nodes like those of the run with two, whose one core computes and communicates."""
+    run = runs[rate, 2]
+    site = make_site("cpu", 1, link_rate(rate), link_rate(rate), cores=1.0)
+    return Plan(site, input_of_run(run).workload)
+
+
+def draw_scaling(runs: Runs, path: Path) -> None:
+    """A panel a rate: share of ideal scaling by nodes, measured and, dashed, predicted."""
+    from matplotlib.figure import Figure
+
+    rates = [rate for rate in RATES if (rate, 2) in runs]
+    figure = Figure(figsize=(4.2 * len(rates), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(rates), squeeze=False, sharey=True)[0]
+    for panel, rate in zip(panels, rates, strict=True):
+        measured = {nodes: run for (each, nodes), run in sorted(runs.items()) if each == rate}
+        plan = plan_of(runs, rate)
+        for name in [cell["contestant"] for cell in measured[2]["cells"] if cell["contestant"] != IDEAL]:
+            shares = {1: 100.0} | {nodes: 100 * cell_of(run, name)["ideal_share"] for nodes, run in measured.items()}
+            style = {"color": colour_of(name), "linewidth": 1.5}
+            panel.plot(list(shares), list(shares.values()), marker="o", markersize=4, label=names_of(name), **style)
+            if name in PLANNED:
+                predicted = [100 * plan.predict(PLANNED[name], nodes).share for nodes in MORE_NODES]
+                panel.plot(MORE_NODES, predicted, linestyle="--", **style)
+        panel.axhline(100, color=colour_of(IDEAL), linewidth=1)
+        panel.set_xscale("log", base=2)
+        ticks = (1, 2, 4, 8, 32, 128, 1024)
+        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        panel.set_title(RATES[rate], fontsize=10)
+        panel.set_xlabel("nodes: 1 to 4 measured, more predicted (dashed)")
+        panel.grid(True, alpha=0.3)
+    panels[0].set_ylim(0, 115)
+    panels[0].set_ylabel("speed, % of ideal scaling")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
+    model = runs[rates[0], 2]["model"]
+    figure.suptitle(f"{model['name'].upper()}, {model['parameters'] / 1e6:.1f} million parameters", fontsize=11)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def cell_of(run: Run, name: str) -> dict[str, Any]:
+    return next(cell for cell in run["cells"] if cell["contestant"] == name)
+
+
+def speedup_text(run: Run) -> str:
+    header = ["gradients", "a step", "steps a second", "share of ideal", "exposed", "processor", "sent"]
+    header += [f"loss after {run['equal_s']:.0f} s"]
+    rows = []
+    for cell in run["cells"]:
+        loss, exposed = cell["loss_at_equal_time"], max(0.0, cell["exposed_s"])
+        rows.append(
+            [
+                names_of(cell["contestant"]),
+                format_seconds(cell["median_s"]),
+                f"{cell['steps_per_s']:.2f}",
+                f"{100 * cell['ideal_share']:.0f} %",
+                "" if cell["contestant"] == IDEAL else format_seconds(exposed),
+                format_seconds(cell["processor_s"]),
+                format_nbytes(cell["sent_nbytes"]),
+                "" if loss is None else f"{loss:.3f}",
+            ]
+        )
+    return "\n".join(
+        [
+            "![speed and loss of one training](speedup.png)",
+            "",
+            command_of(run),
+            "",
+            format_markdown(header, rows),
+            "",
+            measured_when(run),
+        ]
+    )
+
+
+def scaling_text(models: Mapping[str, Runs]) -> str:
+    return "\n\n".join(part for model, runs in models.items() for part in model_text(model, runs))
+
+
+def model_text(model: str, runs: Runs) -> Iterator[str]:
+    first = next(iter(runs.values()))
+    names = [cell["contestant"] for cell in first["cells"] if cell["contestant"] != IDEAL]
+    yield f"### {model.upper()}"
+    yield f"![share of ideal scaling by nodes](scaling-{model}.png)"
+    yield f"    python benchmarks/scaling.py --models {model} && python benchmarks/page.py"
+    places = sorted(runs, key=lambda place: (list(RATES).index(place[0]), place[1]))
+    rows = [
+        [
+            RATES[rate],
+            str(nodes),
+            format_seconds(cell_of(runs[rate, nodes], IDEAL)["median_s"]),
+            *(f"{100 * cell_of(runs[rate, nodes], name)['ideal_share']:.0f} %" for name in names),
+        ]
+        for rate, nodes in places
+    ]
+    header = ["link", "nodes", "ideal step", *map(names_of, names)]
+    yield format_markdown(header, rows)
+    losses = [
+        [
+            RATES[rate],
+            str(nodes),
+            f"{runs[rate, nodes]['equal_s']:.0f} s",
+            *(format_loss(cell_of(runs[rate, nodes], name)) for name in names),
+        ]
+        for rate, nodes in places
+        if nodes == 2
+    ]
+    yield "Loss on what was held out, when all had trained for the same time:"
+    yield format_markdown(["link", "nodes", "after", *map(names_of, names)], losses)
+
+
+def format_loss(cell: Mapping[str, Any]) -> str:
+    loss = cell["loss_at_equal_time"]
+    return "" if loss is None else f"{loss:.3f}"
+
+
+def cost_text(runs: Runs) -> str:
+    rows = []
+    for name, rate, price in NODES_FOR_HIRE:
+        plan = plan_of(runs, rate)
+        found = {each: plan.predict(each, COST_NODES) for each in COSTED}
+        ideal = COST_HOURS * COST_NODES * price
+        costs = [f"{ideal / found[each].share:.2f} ({COST_HOURS / found[each].share:.0f} h)" for each in COSTED]
+        rows.append([name, RATES[rate], f"{price:.2f}", f"{ideal:.2f}", *costs])
+    header = ["node", "link", "price an hour", "ideal", *COSTED]
+    parameters = next(iter(runs.values()))["model"]["parameters"] / 1e6
+    return "\n\n".join(
+        [
+            f"Training a GPT of {parameters:.1f} million parameters on {COST_NODES} nodes, as long as takes "
+            f"{COST_HOURS:.0f} hours if scaling is ideal, in any currency:",
+            format_markdown(header, rows, left=2),
+            f"    cgx plan --from-run benchmarks/results/train/gpt-1gbit-2-nodes.json --gpus 1 --cores 1 "
+            f"--nodes {COST_NODES} --inter 1gbit --price 0.05",
+        ]
+    )
+
+
+def command_of(run: Run) -> str:
+    """As typed, with files by their names alone."""
+    return "    cgx " + " ".join(Path(each).name if "/" in each else each for each in run["command"])
+
+
+def measured_when(run: Run) -> str:
+    machine, goodput = run["machine"], run["link"]["goodput_bit_per_s"]
+    return (
+        f"Measured on {run['date'][:10]} on {machine['cores']} cores ({machine['cpu']}) that play both nodes, torch "
+        f"{machine['torch']}; TCP goodput {goodput[0] / 1e6:.0f} and {goodput[1] / 1e6:.0f} Mbit/s, load average "
+        f"before the start {run['load']:.1f}; {run['settings']['rounds']} rounds of {run['settings']['steps']} steps each."
+    )
+
+
+def write(page: Path, name: str, text: str) -> None:
+    begin, end = f"<!-- {name}: begin (python benchmarks/page.py) -->", f"<!-- {name}: end -->"
+    content = page.read_text()
+    if content.count(begin) != 1 or content.count(end) != 1:
+        raise ValueError(f"{page}: expected the markers {begin} and {end}, once each")
+    head, tail = content[: content.index(begin)], content[content.index(end) :]
+    page.write_text(f"{head}{begin}\n{text}\n{tail}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--doc", type=Path, default=DOCS / "benchmarks.md")
+    options = parser.parse_args()
+    folder = options.doc.parent
+    speedup = json.loads((RESULTS / "speedup.json").read_text())
+    draw_train(speedup, folder / "speedup.png")
+    write(options.doc, "speedup", speedup_text(speedup))
+    models = load()
+    for model, runs in models.items():
+        draw_scaling(runs, folder / f"scaling-{model}.png")
+    write(options.doc, "scaling", scaling_text(models))
+    if "gpt" in models:
+        write(options.doc, "cost", cost_text(models["gpt"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
