@@ -117,6 +117,14 @@ def test_how_far_it_is_shows_on_stderr(capsys: Capture) -> None:
     assert not capsys.readouterr().err
 
 
+def test_who_only_looks_starts_no_kernels() -> None:
+    def never() -> Kernels:
+        raise AssertionError("kernels were made")
+
+    found = examine(Fake(), never, only_look=True)
+    assert found.facts["GPU 1"] == "Fake 1" and "kernels on GPUs" not in found.facts and not found.problems
+
+
 def test_one_gpu_has_nobody_to_reduce_with() -> None:
     found = examine(Fake(1), default_kernels, right)
     assert found.facts["peer access"] == "-" and not any("all_reduce" in name for name in found.facts)
@@ -163,11 +171,11 @@ def test_a_wrong_sum_must_be_fixed() -> None:
 def test_doctor_prints_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(gpus, "all_gpus", lambda: Fake(apart=[(0, 1)], library=None))
     monkeypatch.setattr("torch_cgx.cuda.engine.triton_kernels", default_kernels)
-    assert main(["doctor", "--json"]) == 1
+    assert main(["doctor", "--quick", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["gpus"]["GPU 1"] == "Fake 1" and "without NCCL" in told["problems"][0]
     monkeypatch.setattr(gpus, "all_gpus", lambda: Fake(0))
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--quick"]) == 0
     assert "none that torch sees" in capsys.readouterr().out
 
 
