@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torch_cgx.cli import processes, trial
+from torch_cgx.cli import trial
 from torch_cgx.cli.processes import RankFailed, TooSlow
 from torch_cgx.cli.trial import Attempt, in_words, try_ways
 
@@ -105,8 +105,7 @@ def test_where_no_process_can_be_started_all_ways_have_failed(monkeypatch: pytes
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(processes.subprocess, "Popen", refuse)
-    assert subprocess.Popen is refuse
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     attempts = try_ways(4, 512, lambda way: None)
     assert len(attempts) == 2
     assert all("no process can be started" in attempt.error and "--quick" in attempt.error for attempt in attempts)

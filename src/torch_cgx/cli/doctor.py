@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor(options: argparse.Namespace) -> int:
     """Say what torch_cgx finds here, try an all_reduce between two processes, and end in "ready" or in what to fix.
 
-    Takes some ten seconds, with --quick three. Exit code 1 if something must be fixed.
+    The exit code is 1 if something must be fixed.
     """
     from torch_cgx.cli import doctor_text
 
@@ -103,6 +103,7 @@ def _try(report: Report) -> None:
     from torch_cgx.cli import trial
     from torch_cgx.cli.interfaces import loopback_bit_per_s
     from torch_cgx.cli.progress import Progress
+    from torch_cgx.defaults import compression
 
     measured = _worth_measuring(report)
     with Progress("cgx doctor") as progress:
@@ -112,12 +113,12 @@ def _try(report: Report) -> None:
         if report.problems:
             return
         progress.update(0.3, "two processes start")
-        values = {setting.name: setting.value for setting in report.settings}
+        asked = compression()
 
         def on_way(way: str) -> None:
             progress.update(0.7 if way == trial.SHARED else 0.85, f"all_reduce over {way}")
 
-        report.attempts += trial.try_ways(int(str(values["bits"])), int(str(values["block"])), on_way)
+        report.attempts += trial.try_ways(asked.bits, asked.block, on_way)
     report.problems += _failures(report.attempts)
     if report.machine["native"] and _free_nbytes(report) >= SMALL_SHARED_MEMORY_NBYTES:  # else it is explained already
         report.advice += [attempt.note for attempt in report.attempts if attempt.note]

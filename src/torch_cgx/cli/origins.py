@@ -22,7 +22,7 @@ _NOTHING_SAID = {
     "cross_communicator": "MPI under mpirun, else GLOO",
     "cuda_cross_communicator": "MPI under mpirun, else GLOO",
     "node_id": "found out",
-    "num_threads": "torch's, at most this rank's share of cores",
+    "num_threads": "torch's, at most 4 and this rank's share of cores",
     "simd": "the best this processor has",
     "trace_folder": "no trace is written",
 }
@@ -58,9 +58,9 @@ class Setting:
             return "-"
         if self.value is None:
             return _NOTHING_SAID[self.name]
-        if self.name == "fusion_nbytes":
-            return str(int(str(self.value)) >> 20)
-        text = str(int(self.value)) if isinstance(self.value, bool) else str(self.value)
+        if isinstance(self.value, int):  # truth values are some
+            return str(self.value >> 20 if self.name == "fusion_nbytes" else int(self.value))
+        text = str(self.value)
         text = text if text.isprintable() else ascii(text)
         return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
