@@ -19,6 +19,7 @@ from typing import Any
 from torch_cgx.cli.plan_inputs import input_of_run, link_rate
 from torch_cgx.cli.plan_model import Plan
 from torch_cgx.cli.plan_sites import make_site
+
 from torch_cgx.cli.table import format_markdown, format_nbytes, format_seconds
 from torch_cgx.cli.train_plot import colour_of, draw_train
 from torch_cgx.cli.train_report import IDEAL, names_of
@@ -196,7 +197,7 @@ def measured_when(run: Run) -> str:
     return (
         f"Measured on {run['date'][:10]} on {machine['cores']} cores ({machine['cpu']}) that play both nodes, torch "
         f"{machine['torch']}; TCP goodput {goodput[0] / 1e6:.0f} and {goodput[1] / 1e6:.0f} Mbit/s, load average "
-        f"before the start {run['load']:.1f}; {run['settings']['rounds']} rounds of {run['settings']['steps']} steps each."
+        f"before the start {run['load']:.1f}; {run['settings']['rounds']} rounds of {run['settings']['steps']} steps."
     )
 
 

@@ -300,6 +300,11 @@ class ProcessGroupCGX(Allreduces):
 
     # ---- figures ----
 
+    @property
+    def carrier(self) -> str:
+        """What its own allreduces go over: SHM, or the name of a transport."""
+        return self._recorder.carrier
+
     def stats(self) -> dict[str, float]:
         """What this rank has done since the group's creation or `reset_stats`."""
         counts = ("operations", "compressed_operations", "bytes_before", "bytes_after", "bytes_sent")

@@ -130,6 +130,30 @@ class Settings:
         return {name: value for name, value in asdict(self).items() if name not in _OWN_TO_A_RANK}
 
 
+VARIABLES: dict[str, tuple[str, ...]] = {
+    "bits": (BITS_VARIABLE,),
+    "block": (BLOCK_VARIABLE,),
+    "skip_incomplete": ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS",),
+    "minimal_numel": ("CGX_COMPRESSION_MINIMAL_SIZE",),
+    "stochastic": ("CGX_COMPRESSION_STOCHASTIC",),
+    "seed": ("CGX_COMPRESSION_SEED",),
+    "fusion_nbytes": ("CGX_FUSION_BUFFER_SIZE_MB",),
+    "inner_communicator": ("CGX_INNER_COMMUNICATOR_TYPE",),
+    "cross_communicator": ("CGX_CROSS_COMMUNICATOR_TYPE",),
+    "cuda_inner_communicator": ("CGX_INNER_COMMUNICATOR_TYPE",),
+    "cuda_cross_communicator": ("CGX_CROSS_COMMUNICATOR_TYPE", "CGX_INNER_COMMUNICATOR_TYPE"),
+    "inner_reduction": ("CGX_INNER_REDUCTION_TYPE",),
+    "cross_reduction": ("CGX_CROSS_REDUCTION_TYPE",),
+    "intra_broadcast": ("CGX_INTRA_BROADCAST",),
+    "intra_compress": ("CGX_INTRA_COMPRESS",),
+    "node_id": ("CGX_NODE_ID",),
+    "num_threads": ("CGX_NUM_THREADS",),
+    "simd": ("CGX_SIMD",),
+    "trace_folder": ("CGX_TRACE_DIR",),
+}
+"""What decides each field of `Compression` and `Settings`: the first of these that is set. For `cgx doctor`."""
+
+
 def compression_from_environ(environ: Mapping[str, str] | None = None) -> Compression:
     """What the two variables that are read at every call say now."""
     if environ is not None:

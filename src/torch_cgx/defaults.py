@@ -7,13 +7,13 @@ caller's. What a hook asks for comes with its all_reduces; only `uncompressed` h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 
 from torch_cgx.config import Compression, compression_from_environ
 
-__all__ = ["asked_compression", "compression", "is_uncompressed", "set_default", "uncompressed"]
+__all__ = ["asked", "asked_compression", "compression", "is_uncompressed", "set_default", "uncompressed"]
 
 _lock = threading.Lock()
 _bits: int | None = None
@@ -65,6 +65,12 @@ def compression() -> Compression:
 def asked_compression() -> Compression:
     """The same without regard to the variable for bits: what `set_default` asked for."""
     return compression() if _bits is not None else _EXACT
+
+
+def asked() -> Mapping[str, int]:
+    """What `set_default` was last given, by the names that `Compression` has."""
+    with _lock:
+        return {name: value for name, value in (("bits", _bits), ("block", _block)) if value is not None}
 
 
 def is_uncompressed() -> bool:

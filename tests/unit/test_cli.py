@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -88,31 +87,6 @@ def test_an_unknown_command_is_refused_in_one_line(capsys: Capture) -> None:
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "bench" in error
-
-
-def test_doctor_says_ready(capsys: Capture) -> None:
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "ready"
-    assert any(line.split()[:1] == ["torch"] for line in lines)
-
-
-def test_doctor_prints_json_with_the_settings_in_force(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "4")
-    assert main(["doctor", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["schema"], facts["schema_version"]) == ("cgx-doctor", 1)
-    assert facts["settings"]["bits"] == 4
-    assert facts["machine"]["cores"] >= 1
-    assert facts["transports"]["GLOO"] == "available" and "MPI" in facts["transports"]
-
-
-def test_doctor_names_a_variable_that_must_be_fixed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "9")
-    assert main(["doctor"]) == 1
-    shown = capsys.readouterr().out
-    assert "fix: CGX_COMPRESSION_QUANTIZATION_BITS" in shown
-    assert "ready" not in shown
 
 
 def test_table_columns_are_aligned() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_cgx.cli import gpu_check, gpus, main
 from torch_cgx.cli.gpu_check import differing_kernels, examine
-from torch_cgx.cli.processes import RankFailed
+from torch_cgx.cli.processes import RankFailed, TooSlow
 from torch_cgx.cli.progress import Progress
 from torch_cgx.kernels import Kernels, Piece, Rounding
 from torch_cgx.kernels.cpu import default_kernels
@@ -117,6 +117,14 @@ def test_how_far_it_is_shows_on_stderr(capsys: Capture) -> None:
     assert not capsys.readouterr().err
 
 
+def test_who_only_looks_starts_no_kernels() -> None:
+    def never() -> Kernels:
+        raise AssertionError("kernels were made")
+
+    found = examine(Fake(), never, only_look=True)
+    assert found.facts["GPU 1"] == "Fake 1" and "kernels on GPUs" not in found.facts and not found.problems
+
+
 def test_one_gpu_has_nobody_to_reduce_with() -> None:
     found = examine(Fake(1), default_kernels, right)
     assert found.facts["peer access"] == "-" and not any("all_reduce" in name for name in found.facts)
@@ -160,14 +168,21 @@ def test_a_wrong_sum_must_be_fixed() -> None:
     assert "rank 1 failed" in found.problems[0] and "different bits" in found.problems[0]
 
 
+def test_gpus_that_do_not_answer_must_be_fixed() -> None:
+    def hangs(count: int) -> dict[str, Any]:
+        raise TooSlow("no result within 600 s")
+
+    assert examine(Fake(), default_kernels, hangs).problems[0].endswith("2 GPUs: no result within 600 s")
+
+
 def test_doctor_prints_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(gpus, "all_gpus", lambda: Fake(apart=[(0, 1)], library=None))
     monkeypatch.setattr("torch_cgx.cuda.engine.triton_kernels", default_kernels)
-    assert main(["doctor", "--json"]) == 1
+    assert main(["doctor", "--quick", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["gpus"]["GPU 1"] == "Fake 1" and "without NCCL" in told["problems"][0]
     monkeypatch.setattr(gpus, "all_gpus", lambda: Fake(0))
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--quick"]) == 0
     assert "none that torch sees" in capsys.readouterr().out
 
 
@@ -205,7 +220,9 @@ def test_bench_takes_all_gpus_against_nccl(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_the_allreduce_of_the_check_is_of_64_mb_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_ranks(target: str, settings: dict[str, Any], nproc: int, *more: Any) -> list[dict[str, Any]]:
+    def run_ranks(
+        target: str, settings: dict[str, Any], nproc: int, *more: Any, limit_s: float
+    ) -> list[dict[str, Any]]:
         assert target == "torch_cgx.cli.allreduce:check" and nproc == 3
         assert settings["nbytes"] == 64 << 20 and settings["device"] == "cuda"
         more[0](0, {})

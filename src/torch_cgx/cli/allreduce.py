@@ -73,6 +73,7 @@ class Plan:
     busy: bool
     nodes: int = 1
     device: str = "cpu"
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +122,23 @@ def check(arguments: Message, report: Report) -> Message:
     sizes = (arguments.pop("nbytes"),)
     plan = Plan(**arguments, sizes=sizes, against=(), seconds=0.0, busy=False)
     join_world(TIMEOUT_S)
-    (ours,) = _contestants(plan)
-    found = _check(plan, ours, sizes[0])
+    found, _ = check_cgx(plan)
     dist.barrier()
     dist.destroy_process_group()
     return asdict(found)
+
+
+def check_cgx(plan: Plan) -> tuple[Check, Contestant]:
+    """The check of cgx on the first size, in ranks that have joined, and the group it was made on."""
+    (ours,) = _contestants(plan)
+    return _check(plan, ours, plan.sizes[0]), ours
 
 
 def _contestants(plan: Plan) -> list[Contestant]:
     torch_cgx.set_default(bits=plan.bits, bucket_size=plan.bucket_size)
     place = gpus.place_of(plan.device)
     place.put(torch.empty(1))  # this rank's device is the current one from now on, as NCCL wants it
-    timeout = timedelta(seconds=TIMEOUT_S)
+    timeout = timedelta(seconds=plan.timeout_s)
     return [
         Contestant(backend, dist.new_group(backend=backend, timeout=timeout), place)
         for backend in ("cgx", *plan.against)

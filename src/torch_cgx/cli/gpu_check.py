@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_cgx.cli.gpus import Gpus, Place
-from torch_cgx.cli.processes import RankFailed, run_ranks
+from torch_cgx.cli.processes import RankFailed, TooSlow, run_ranks
 from torch_cgx.cli.progress import Progress
 from torch_cgx.kernels import Kernels, Rounding
 from torch_cgx.kernels.cpu import default_kernels
@@ -28,6 +28,7 @@ from torch_cgx.quantizers import MaxMin
 __all__ = ["Findings", "check_allreduce", "differing_kernels", "examine"]
 
 CHECK_NBYTES = 64 << 20
+LIMIT_S = 600.0  # Triton compiles in the ranks, too
 BITS, BLOCK = 4, 1024
 KERNEL_NUMEL = 100_003  # with an incomplete block, and a byte that two blocks share where widths are odd
 # Width, type, stochastic: every width, type and rounding once, since each makes Triton compile three kernels.
@@ -47,7 +48,10 @@ class Findings:
 
 
 def examine(
-    gpus: Gpus, make_kernels: Callable[[], Kernels], check: Callable[[int], dict[str, Any]] | None = None
+    gpus: Gpus,
+    make_kernels: Callable[[], Kernels],
+    check: Callable[[int], dict[str, Any]] | None = None,
+    only_look: bool = False,
 ) -> Findings:
     """`check` makes an all_reduce on so many GPUs, and tells of it or raises `RankFailed`."""
     count = gpus.count()
@@ -69,6 +73,8 @@ def examine(
         found.facts["kernels on GPUs"] = "missing"
         found.problems.append("Triton is missing, CUDA tensors cannot be compressed: pip install triton")
         return found
+    if only_look:
+        return found
     with Progress("cgx doctor") as progress:
         try:
             differing = differing_kernels(make_kernels(), gpus, progress)
@@ -86,7 +92,7 @@ def _try_allreduce(found: Findings, count: int, check: Callable[[int], dict[str,
     name = f"all_reduce of 64 MB at {BITS} bits on {count} GPUs"
     try:
         told = check(count)
-    except RankFailed as error:
+    except (RankFailed, TooSlow) as error:
         found.facts[name] = "failed"
         found.problems.append(f"{name}: {error}")
         return
@@ -96,7 +102,7 @@ def _try_allreduce(found: Findings, count: int, check: Callable[[int], dict[str,
 def check_allreduce(count: int) -> dict[str, Any]:
     """One process a GPU; what rank 0 tells of the check. Raises `RankFailed` where the sum is wrong, too."""
     settings = {"bits": BITS, "bucket_size": BLOCK, "dtype": "float32", "nbytes": CHECK_NBYTES, "device": "cuda"}
-    told = run_ranks("torch_cgx.cli.allreduce:check", settings, count, lambda rank, message: None)
+    told = run_ranks("torch_cgx.cli.allreduce:check", settings, count, lambda rank, message: None, limit_s=LIMIT_S)
     return dict(told[0])
 
 

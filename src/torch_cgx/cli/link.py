@@ -1,4 +1,7 @@
-"""What a link between two test hosts carries: the TCP goodput that is the limit of every benchmark over it."""
+"""What a link between two test hosts carries: the TCP goodput that is the limit of every benchmark over it.
+
+And what an address of this host carries to itself, for `cgx doctor`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from contextlib import ExitStack, suppress
 
 from torch_cgx.cli.hosts import Node
 
-__all__ = ["count_link_nbytes", "measure_goodput"]
+__all__ = ["count_link_nbytes", "measure_goodput", "measure_loopback"]
 
 WARM_UP_S = 0.5
 TIMEOUT_S = 10.0
@@ -31,6 +34,29 @@ def measure_goodput(first: Node, second: Node, seconds: float = 2.0) -> tuple[fl
         readers = [pool.submit(_receive, reader, seconds) for _, reader in pairs]
         there, back = (reader.result() for reader in readers)
     return there, back
+
+
+def measure_loopback(address: str, seconds: float) -> float:
+    """Bits a second over one TCP connection from an address of this host to itself; an `OSError` where there is none.
+
+    The kernel hands these bytes over: no wire and no other host has a part in it.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )[0]
+    with ExitStack() as stack:
+        server, sending = (stack.enter_context(socket.socket(family, kind, protocol)) for _ in range(2))
+        for each in (server, sending):
+            each.settimeout(TIMEOUT_S)
+            each.bind(place)
+        server.listen(1)
+        sending.connect(server.getsockname())
+        reading = stack.enter_context(server.accept()[0])
+        reading.settimeout(TIMEOUT_S)
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        stack.callback(sending.shutdown, socket.SHUT_RDWR)  # ends its thread, for which the pool waits
+        pool.submit(_send, sending)
+        return _receive(reading, seconds, warm_up_s=seconds / 5)
 
 
 def count_link_nbytes(interface: str) -> tuple[int, int]:
@@ -61,9 +87,9 @@ def _send(connection: socket.socket) -> None:
             connection.send(part)
 
 
-def _receive(connection: socket.socket, seconds: float) -> float:
+def _receive(connection: socket.socket, seconds: float, warm_up_s: float = WARM_UP_S) -> float:
     part = memoryview(bytearray(PART_NBYTES))
-    begin = time.perf_counter() + WARM_UP_S
+    begin = time.perf_counter() + warm_up_s
     while time.perf_counter() < begin:
         connection.recv_into(part)
     begin = time.perf_counter()

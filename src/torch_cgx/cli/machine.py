@@ -79,8 +79,10 @@ def native_facts() -> tuple[bool, str | None]:
         return True, None
 
 
-def shared_memory_free_nbytes() -> int | None:
+def shared_memory_nbytes() -> tuple[int, int] | None:
+    """The size of /dev/shm and what is free of it; None: there is none."""
     try:
-        return shutil.disk_usage(SHARED_MEMORY).free
+        usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
         return None
+    return usage.total, usage.free

@@ -40,6 +40,10 @@ GRACE_S = 2.0
 """How long the other ranks may take to raise on their own after one failed, and to end after SIGTERM."""
 
 
+class TooSlow(Exception):
+    """Ranks were not through when their time was over; they have been ended."""
+
+
 class RankFailed(Exception):
     """A rank raised, or ended without a result."""
 
@@ -54,15 +58,18 @@ def run_ranks(
     nproc: int,
     on_progress: Callable[[int, Message], None],
     nodes: Sequence[Node] = (),
+    limit_s: float | None = None,
 ) -> list[Message]:
     """Call `module:function` with (arguments, report) on `nproc` ranks: what each of them returned.
 
-    With `nodes`, on so many ranks of each of them, numbered node by node as torchrun does.
+    With `nodes`, on so many ranks of each of them, numbered node by node as torchrun does. Raises `TooSlow` where it
+    takes longer than `limit_s`.
     """
     from torch._C._distributed_c10d import TCPStore
 
     def make_store() -> TCPStore:
-        return TCPStore(MASTER_ADDR, 0, is_master=True, wait_for_workers=False)
+        timeout = timedelta(minutes=5) if limit_s is None else timedelta(seconds=limit_s)
+        return TCPStore(MASTER_ADDR, 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
     # The parent holds the store, so there is no port to guess and no race for it.
     store = nodes[0].call(make_store) if nodes else make_store()
@@ -72,7 +79,7 @@ def run_ranks(
             for local_rank in range(nproc):
                 place = _Place(len(ranks), local_rank, nproc, max(1, len(nodes)) * nproc, store.port, node)
                 ranks.append(_Rank(target, arguments, place))
-        failed = _listen(ranks, on_progress)
+        failed = _listen(ranks, on_progress, limit_s)
         if failed is not None:
             raise failed.failure()
         return [child.result for child in ranks if child.result is not None]
@@ -159,19 +166,23 @@ class _Rank:
         return RankFailed(self.rank, f"it ended with exit code {code} and no result")
 
 
-def _listen(ranks: list[_Rank], on_progress: Callable[[int, Message], None]) -> _Rank | None:
+def _listen(
+    ranks: list[_Rank], on_progress: Callable[[int, Message], None], limit_s: float | None = None
+) -> _Rank | None:
     """Until every rank has closed its pipe, or the grace after a failure is over.
 
     Returns the first that failed: it has the best story to tell, the others only lost a peer.
     """
     failed: _Rank | None = None
-    deadline: float | None = None
+    deadline = None if limit_s is None else time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector:
         for child in ranks:
             selector.register(child.messages, selectors.EVENT_READ, child)
         while selector.get_map():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
+                if failed is None:
+                    raise TooSlow(f"no result within {limit_s:g} s")
                 break
             for key, _ in selector.select(left):
                 child = key.data
