@@ -64,7 +64,7 @@ class Scene:
             self.step(numel)
         raise NotNoticed(f"nothing was raised in {GIVE_UP_S} s")
 
-    def later(self, act: Callable[[], None], seconds: float = 0.2) -> None:
+    def later(self, act: Callable[[], None], seconds: float = 0.2) -> threading.Timer:
         """Do it from another thread, in the middle of whatever this one does then."""
 
         def mark_and_act() -> None:
@@ -74,6 +74,7 @@ class Scene:
         timer = threading.Timer(seconds, mark_and_act)
         timer.daemon = True
         timer.start()
+        return timer
 
     @contextlib.contextmanager
     def saying_when_raised(self) -> Any:
@@ -248,8 +249,8 @@ def forked(scene: Scene) -> None:
                 except RuntimeError as error:
                     code = 0 if "does not survive fork" in str(error) else 4
             os._exit(code)
-        scene.me.store.set("forked", "")
-        code = _exit_code(pid, 3.0)
+        code = _exit_code(pid, GIVE_UP_S / 2 if scene.backend == "cgx" else 3.0)  # gloo's is known to hang
+        scene.me.store.set("forked", "")  # and not before: the others have only the group's timeout
         if code != 0:
             raise NotNoticed(f"the forked child {'hung' if code is None else f'ended with {code}'}")
     scene.me.store.wait(["forked"])
@@ -312,8 +313,8 @@ def interrupt() -> None:
 
 def interrupted_while_waiting(scene: Scene) -> None:
     if scene.is_faulty:
-        scene.later(interrupt, 0.4)
         with scene.saying_when_raised():
+            scene.later(interrupt, 0.4)
             scene.steps()
     scene.me.store.wait([f"raised/{scene.me.world - 1}"])
     scene.steps()
@@ -328,17 +329,18 @@ def interrupted_while_encoding(scene: Scene) -> None:
 def interrupted_in_destroy(scene: Scene) -> None:
     scene.me.meet("all are done")
     if scene.is_faulty:
-        scene.later(interrupt, 0.0005)
+        timer = scene.later(interrupt, 0.0005)
         dist.destroy_process_group()
-        time.sleep(1.0)  # if it was faster than the signal
+        timer.join()  # if it was faster than the signal
     else:
         dist.destroy_process_group()
 
 
 def interrupted_in_init(scene: Scene) -> None:
-    """The others come a second later, and wait for a rank that will not come."""
+    """The others come when it is gone, and wait for a rank that will not come."""
     if scene.is_faulty:
-        scene.later(interrupt)
-    else:
-        time.sleep(1.0)
+        with scene.saying_when_raised():
+            scene.later(interrupt)
+            scene.me.start_group(scene.backend)
+    scene.me.store.wait([f"raised/{scene.me.world - 1}"])
     scene.me.start_group(scene.backend)

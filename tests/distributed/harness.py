@@ -185,7 +185,7 @@ def shared_memory_names() -> frozenset[str]:
     return frozenset(os.listdir(SHARED_MEMORY))
 
 
-def left_in_shared_memory(before: frozenset[str], patience_s: float = 1.0) -> frozenset[str]:
+def left_in_shared_memory(before: frozenset[str], patience_s: float = 10.0) -> frozenset[str]:
     """What lies in /dev/shm now and did not `before`, does not vanish within a while, and is not somebody else's."""
     deadline = time.monotonic() + patience_s
     while True:

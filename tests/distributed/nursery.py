@@ -51,9 +51,9 @@ PRELOADED = (
 )
 STACKS_SIGNAL = signal.SIGUSR1
 POLL_S = 0.004
-STACKS_S = 0.4  # how long a rank may take to write down where it hangs before it is killed
+STACKS_S = 2.0  # how long a rank may take to write down where it hangs before it is killed
 LOG_TAIL_NBYTES = 20_000
-END_S = 5.0  # a rank that is stopped never ends
+END_S = 30.0  # a rank that is stopped never ends
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 CGX = [sys.executable, "-m", "torch_cgx.cli"]
-LIMIT_S = 120.0
+LIMIT_S = 240.0  # imports alone were seen to take more than a minute on a busy machine
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -82,11 +82,21 @@ def start_long_bench(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]
             break
     else:
         raise AssertionError("it never began to measure")
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    children = [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
     assert len(children) == 2
-    # The first operation makes a segment, whose name a rank killed within the next milliseconds would leave behind.
-    time.sleep(1.0)
-    return parent, [int(child) for child in children]
+    deadline = time.monotonic() + LIMIT_S
+    while "--nodes" not in arguments and not all(has_nameless_segments(pid) for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return parent, children
+
+
+def has_nameless_segments(pid: int) -> bool:
+    """Of its group, and of the first operation: a rank killed before the second has lost its name would leave it."""
+    names = {
+        line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/cgx-" in line
+    }
+    return len(names) == 2 and all(name.endswith("(deleted)") for name in names)
 
 
 def all_end_within(limit_s: float, pids: list[int]) -> bool:
@@ -116,7 +126,7 @@ def test_ctrl_c_ends_the_ranks_too() -> None:
     assert parent.returncode == 130
     assert "interrupted" in error
     assert "Traceback" not in error
-    assert all_end_within(5.0, ranks)
+    assert all_end_within(30.0, ranks)
 
 
 @pytest.mark.matrix
@@ -126,7 +136,7 @@ def test_ranks_do_not_outlive_a_killed_parent() -> None:
     parent, ranks = start_long_bench()
     parent.kill()
     parent.communicate(timeout=LIMIT_S)
-    assert all_end_within(5.0, ranks)
+    assert all_end_within(30.0, ranks)
 
 
 @pytest.mark.alone
@@ -137,4 +147,4 @@ def test_a_killed_rank_is_named_and_the_others_are_ended() -> None:
     _, error = parent.communicate(timeout=LIMIT_S)
     assert parent.returncode == 1
     assert "rank" in error.splitlines()[-1]
-    assert all_end_within(5.0, ranks)
+    assert all_end_within(30.0, ranks)

@@ -330,6 +330,7 @@ def fails_for_good(me: Rank) -> None:
     group = start(me, "standin")
     group.kernels = None
     dist.all_reduce(noise(me.rank, 5000))
+    me.meet("all have reduced")
     group.kernels.fails_at = "encode"
     for _ in range(2):
         with pytest.raises(torch_cgx.CGXError, match="illegal memory access"):

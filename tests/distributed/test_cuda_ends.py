@@ -28,6 +28,7 @@ def leave(me: Rank, how: str) -> list[str]:
     group = start(me, "standin")
     log = group.device.log
     dist.all_reduce(noise(me.rank, 5000))
+    me.meet("all have reduced")  # who leaves before would be missed by one that still does
     if how == "failed":
         group.kernels.fails_at = "encode"
         with pytest.raises(torch_cgx.CGXError):
@@ -57,6 +58,7 @@ def one_fails(me: Rank) -> StandInGroup:
     """Rank 1, whose peers wait for nobody meanwhile."""
     group = start(me, "standin")
     dist.all_reduce(noise(me.rank, 5000))
+    me.meet("all have reduced")
     if me.rank == 1:
         group.kernels.fails_at = "encode"
         with pytest.raises(torch_cgx.CGXError, match="illegal memory access"):

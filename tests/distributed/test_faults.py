@@ -282,8 +282,8 @@ def interrupted(me: Rank, name: str) -> None:
         os.kill(pid, signal.SIGINT)
         me.store.wait(["rank 0 has raised"])
         return
-    me.store.set("pid", str(os.getpid()))
     try:
+        me.store.set("pid", str(os.getpid()))
         wait_in(name)
     finally:
         me.store.set("rank 0 has raised", "")
@@ -334,7 +334,7 @@ def leave_work_pending(me: Rank, what: str) -> None:
 @pytest.mark.parametrize("destroy", [False, True], ids=["kept", "destroyed"])
 @pytest.mark.parametrize("what", ["small", "large", "broadcast", "future"])
 def test_the_interpreter_exits_with_work_pending(what: str, destroy: bool) -> None:
-    outcomes = observe_ranks(leave_work_pending, 2, "cgx", what, destroy=destroy, real_exit=True, timeout_s=15.0)
+    outcomes = observe_ranks(leave_work_pending, 2, "cgx", what, destroy=destroy, real_exit=True, timeout_s=45.0)
     for outcome in outcomes:
         assert outcome.exit_code >= 0 and not outcome.timed_out, describe([outcome])
 

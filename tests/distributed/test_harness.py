@@ -44,7 +44,7 @@ def fail_in_a_way(me: Rank, how: str) -> None:
     [("raise", 1), ("crash", -signal.SIGSEGV), ("hang", -signal.SIGKILL), ("stop", -signal.SIGKILL)],
 )
 def test_a_rank_that_fails_is_told_apart(how: str, exit_code: int) -> None:
-    timeout_s = 4.0 if how in ("hang", "stop") else 60.0
+    timeout_s = 10.0 if how in ("hang", "stop") else 60.0
     well, failed = observe_ranks(fail_in_a_way, 2, None, how, timeout_s=timeout_s)
     assert well.ok
     assert not failed.ok
@@ -65,7 +65,7 @@ def leave_a_child(me: Rank) -> int:
 
 def test_what_a_rank_started_ends_with_it() -> None:
     (pid,) = run_ranks(leave_a_child, 1, None)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while _runs(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _runs(pid)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch_cgx.cli.hosts import Hosts, HostsUnavailable, parse_rate
 from torch_cgx.cli.link import measure_goodput
 
 MakeHosts = Callable[..., Hosts]
+PATIENCE_S = 60.0
 
 pytestmark = pytest.mark.alone
 
@@ -30,6 +32,13 @@ with hosts.Hosts(2) as made:
     print(*sorted({path for node in made.nodes for path in (node.namespace, node.switch)}), flush=True)
     made.nodes[0].run(["sleep", "100"])
 """
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def start_maker(*prefix: str) -> subprocess.Popen[str]:
@@ -78,11 +87,13 @@ def test_after_an_exception_nothing_is_left(make_hosts: MakeHosts) -> None:
     with pytest.raises(KeyError), Hosts(2) as hosts:
         witness = Witness.of(hosts)
         sleeper = subprocess.Popen(hosts.nodes[1].command(["sleep", "100"]))
+        inside = os.stat(hosts.nodes[1].namespace).st_ino
+        until(lambda: os.stat(f"/proc/{sleeper.pid}/ns/net").st_ino == inside)
         assert witness.holders(0.0)
         raise KeyError
     with witness:
         assert len(witness) == 3
-        assert sleeper.wait(5.0) == -signal.SIGKILL
+        assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL
         assert witness.holders() == []
 
 
@@ -95,7 +106,7 @@ def test_after_a_signal_to_their_maker_nothing_is_left(how: signal.Signals, make
         assert len(witness) == 3
         assert witness.holders(0.0)
         maker.send_signal(how)
-        maker.communicate(timeout=10.0)
+        maker.communicate(timeout=PATIENCE_S)
         assert maker.returncode == -how
         assert witness.holders() == []
 
@@ -116,7 +127,7 @@ def test_a_missing_command_is_named_with_its_package(
 def test_a_missing_permission_is_named(without: str, make_hosts: MakeHosts) -> None:
     make_hosts(1)
     maker = start_maker("setpriv", f"--bounding-set={without}")
-    _, error = maker.communicate(timeout=10.0)
+    _, error = maker.communicate(timeout=PATIENCE_S)
     assert maker.returncode == 1
     assert "HostsUnavailable: test hosts need permission" in error
     assert "run as root" in error

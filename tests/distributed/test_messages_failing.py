@@ -75,9 +75,7 @@ HOW = (
 @pytest.mark.alone
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_that_call_all_reduce_differently_all_raise(how: str) -> None:
-    outcomes = observe_ranks(
-        call_differently, 3, "cgx", how, env={BITS: "4"}, rank_env=apart(3), group_timeout_s=GROUP_TIMEOUT_S
-    )
+    outcomes = observe_ranks(call_differently, 3, "cgx", how, env={BITS: "4"}, rank_env=apart(3))
     for outcome in outcomes:
         raised(outcome, "MismatchError")
         assert "rank 1" in outcome.message
@@ -211,4 +209,4 @@ def after_a_failure(me: Rank) -> None:
 
 @pytest.mark.alone
 def test_after_a_failure_a_group_only_raises_and_a_new_one_works() -> None:
-    run_ranks(after_a_failure, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S)
+    run_ranks(after_a_failure, 2, "cgx", env={BITS: "4"}, rank_env=apart(2))

@@ -272,7 +272,7 @@ def test_ctrl_c_ends_a_bench_on_nodes_and_leaves_nothing(make_hosts: MakeHosts) 
     with Witness(f"/proc/{rank}/ns/net" for rank in ranks) as witness:
         assert len(witness) == 2
         parent.send_signal(signal.SIGINT)
-        _, error = parent.communicate(timeout=60.0)
+        _, error = parent.communicate(timeout=240.0)
         assert parent.returncode == 130
         assert "Traceback" not in error
         assert witness.holders() == []

@@ -48,14 +48,28 @@ def wait_for_checkpoint(folder: Path, launchers: list[subprocess.Popen[str]], pa
         time.sleep(0.02)
 
 
-def workers_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids by rank."""
+def wait_for_workers(launchers: list[subprocess.Popen[str]], world: int) -> None:
+    """Until all of them are in one training: who comes late makes the others begin again."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(workers_of(each, world) for each in launchers):
+        assert time.monotonic() < deadline, f"there was no training of {world} processes"
+        time.sleep(0.02)
+
+
+def last_step(folder: Path) -> int:
+    return max((int(path.name[5:]) for path in folder.glob("step-*")), default=0)
+
+
+def workers_of(launcher: subprocess.Popen[str], world: int | None = None) -> dict[int, int]:
+    """Process ids by rank; only those of a world of this size, if one is given."""
     found = {}
     for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-        environ = dict(
-            entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry
-        )
-        if "RANK" in environ:
+        try:
+            text = Path(f"/proc/{pid}/environ").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+        environ = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+        if "RANK" in environ and world in (None, int(environ["WORLD_SIZE"])):
             found[int(environ["RANK"])] = int(pid)
     return found
 
@@ -89,13 +103,14 @@ def test_a_training_goes_on_with_the_processes_that_are_left(
 ) -> None:
     common = ("--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test")
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    quick = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
+    quick = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=10"
     launchers = []
     for is_host in (1, 0, 0):  # without the one that holds the rendezvous, nobody could go on
         command = torchrun(*common, endpoint, f"--rdzv-conf={quick},is_host={is_host}")
         launchers.append(start([*command, *program(tmp_path / "run", text)], environ))
     try:
-        wait_for_checkpoint(tmp_path / "run", launchers, past=EVERY)
+        wait_for_workers(launchers, 3)
+        wait_for_checkpoint(tmp_path / "run", launchers, past=max(EVERY, last_step(tmp_path / "run")))
         lost = launchers.pop()
         for pid in [*workers_of(lost).values(), lost.pid]:
             os.kill(pid, signal.SIGKILL)

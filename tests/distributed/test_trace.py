@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 OVER_MESSAGES = {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO", BITS: "4"}
 WAYS = [pytest.param({}, id="shared memory"), pytest.param(OVER_MESSAGES, id="messages")]
 GROUP_TIMEOUT_S = 3.0
+PATIENCE_S = 50.0
 CULPRIT = 2
 
 pytestmark = pytest.mark.alone
@@ -31,20 +33,33 @@ def findings(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
     return found
 
 
+def until(condition: Callable[[], object]) -> None:
+    """By looking: a wait would keep this rank's other threads from the store."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def one_does_not_come(me: Rank, how: str) -> None:
     dist.all_reduce(torch.ones(1000))
     dist.broadcast(torch.ones(10), 0)
     me.store.set(f"pid/{me.rank}", str(os.getpid()))
     if me.rank != CULPRIT:
         culprit = int(me.store.get(f"pid/{CULPRIT}"))
+        work = dist.all_reduce(torch.ones(3, 1000), async_op=True)
+        me.store.set(f"called/{me.rank}", "")
         try:
-            dist.all_reduce(torch.ones(3, 1000))
+            assert work is not None
+            work.wait()
         finally:
             me.store.set(f"raised/{me.rank}", "")
-            if how == "stopped":
+            if how == "stopped" and me.rank == 0:
+                until(lambda: me.store.check(["raised/1"]))
                 os.kill(culprit, signal.SIGKILL)
         return
-    me.store.wait(["pid/0", "pid/1"])  # they are past the broadcast: a death during it would stop it there
+    # They are past the broadcast, and have called: a death before would stop that, or make the other's call no call.
+    me.store.wait(["called/0", "called/1"])
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stopped":
@@ -73,16 +88,18 @@ def test_the_rank_that_was_waited_for_is_named(
     assert [each["called"] for each in stop["standings"][:CULPRIT]] == [True, True]
 
 
+def tells_of_a_wait(pid: int, folder: Path) -> bool:
+    """Ask for its file, and say whether the last one was of a process that waits: it may not have come to that yet."""
+    os.kill(pid, signal.SIGUSR2)
+    return any(json.loads(path.read_text())["operations"][-1]["waiting_for"] for path in folder.glob("*.json"))
+
+
 def hang_and_be_asked(me: Rank, folder: str) -> list[str]:
     dist.all_reduce(torch.ones(1000))
     me.store.set(f"pid/{me.rank}", str(os.getpid()))
     if me.rank == 1:
         asked = int(me.store.get("pid/0"))
-        time.sleep(0.5)  # until rank 0 waits
-        os.kill(asked, signal.SIGUSR2)
-        deadline = time.monotonic() + 20
-        while not list(Path(folder).glob("*.json")) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: tells_of_a_wait(asked, Path(folder)))
         names = [path.read_text() for path in Path(folder).glob("*.json")]
         dist.all_reduce(torch.ones(2000))
         return names
@@ -108,7 +125,7 @@ def asked_while_in_native_code(me: Rank, folder: str) -> str:
     def ask() -> None:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGUSR2)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while not list(Path(folder).glob("*.json")) and time.monotonic() < deadline:
             time.sleep(0.02)
         seen.append(sum(1 for _ in Path(folder).glob("*.json")))

@@ -26,7 +26,7 @@ class Witness:
     def __len__(self) -> int:
         return len(self._names)
 
-    def holders(self, patience_s: float = 5.0) -> list[str]:
+    def holders(self, patience_s: float = 20.0) -> list[str]:
         """Threads in them, descriptors and mounts of them, but for this process's own; waits for them to go."""
         deadline = time.monotonic() + patience_s
         while (found := self._look()) and time.monotonic() < deadline:

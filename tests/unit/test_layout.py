@@ -136,9 +136,9 @@ def test_mixed_layers_are_balanced_by_wire_bytes_not_by_values(world: int, bits:
 
 def test_five_billion_values_are_laid_out_within_a_second() -> None:
     numel = 5_000_000_000
-    start = time.perf_counter()
+    start = time.process_time()
     layout = make_layout([Layer(numel, MaxMin(4, 1024)), Layer(0, Identity())], 8, 4, 64 << 20)
-    elapsed_s = time.perf_counter() - start
+    elapsed_s = time.process_time() - start
     last = pieces(layout)[-1]
     assert last.offset + last.numel == numel
     assert len(layout.slices) == -(-numel * 4 // (64 << 20))

@@ -69,11 +69,13 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_a_rank_that_says_hello_and_then_nothing_more_is_named_by_all() -> None:
-    store, short = HashStore(), timedelta(seconds=0.5)
+    store, short = HashStore(), timedelta(seconds=1.5)
+    begin = threading.Barrier(2)
     store.set("hello/2", "0" * 32)
     raised: list[str] = []
 
     def run(rank: int) -> None:
+        begin.wait(60)
         with pytest.raises(CGXTimeoutError) as caught:
             meet(store, rank, 3, short, range(3))
         raised.append(str(caught.value))

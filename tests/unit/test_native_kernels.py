@@ -195,7 +195,7 @@ def test_a_forked_child_has_helping_threads_of_its_own() -> None:
     kernels.encode((piece,), x, mine, NEAREST)  # the parent's helpers are there before the fork
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # a child that waits for threads which it does not have ends by this
+        signal.alarm(60)  # a child that waits for threads which it does not have ends by this
         kernels.encode((piece,), x, its, NEAREST)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -17,6 +17,7 @@ from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostE
 from torch_cgx.work import CarriedWork, Completions, CompositeWork, DoneWork
 
 WHAT = "broadcast (operation 7 of rank 1)"
+LONG_S = 60  # a future that is forgotten is never done
 
 # As torch 2.13 and Gloo word them.
 SLICE_ENDED = "Operation timed out!"
@@ -232,7 +233,7 @@ def test_a_callback_may_ask_for_another_future_of_the_same_group(completions: Co
     started = time.monotonic()
     chained = carried(FakeInner(SLICE_ENDED, None), completions, FakeBoard()).get_future().then(then_another)
     assert torch.equal(chained.wait(), torch.ones(3))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < LONG_S
 
 
 def test_futures_may_be_closed_twice_and_asked_for_again() -> None:
@@ -252,9 +253,9 @@ def test_no_future_is_forgotten_when_threads_come_and_go(completions: Completion
     try:
         for _ in range(2000):
             futures = [DoneWork([], completions).get_future() for _ in range(4)]
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + LONG_S
             while not all(future.done() for future in futures):
-                assert time.monotonic() < deadline, "a future was not completed within 5 s"
+                assert time.monotonic() < deadline, "a future was not completed"
                 time.sleep(0)
     finally:
         sys.setswitchinterval(before)
