@@ -39,18 +39,18 @@ def test_a_message_costs_both_processors_while_it_passes() -> None:
     """As above without kernels: a processor is busy for 2 + 800 * 0.2 = 162 s with each message, at each end.
 
     With a core of its own the receiver begins when the message does: 1 + 162 s after that, its own sends beside.
-    With one core it first has to be through with its own: 162 + 162; and again with the sums, which begin when both are.
+    With one core it first has to be through with its own: 162 + 162; and again with the sums.
     """
     topology = Topology.flat("SRA", 2)
     slices = layout_of(topology, 400, Identity()).slices
     wire = Wire(10, latency_s=1, message_s=2, byte_s=0.2)
     assert simulate(topology, slices, Costs(between=wire, cores=2)).seconds == pytest.approx(2 * 163)
     assert simulate(topology, slices, Costs(between=wire, cores=1)).seconds == pytest.approx(4 * 162)
-    assert simulate(topology, slices, Costs(between=wire, cores=0.5)).seconds == pytest.approx(8 * 162)
+    assert simulate(topology, slices, Costs(between=wire, cores=0.5)).seconds == pytest.approx(4 * (2 + 2 * 160))
 
 
 def test_two_slices_overlap() -> None:
-    """One slice of 3200 bytes takes 16 + 160 + 80 + 160 + 16; of two, the link carries one while the other is computed."""
+    """One slice of 3200 bytes takes 16 + 160 + 80 + 160 + 16; two overlap."""
     topology = Topology.flat("SRA", 2)
     costs = Costs(between=Wire(10), speeds=Speeds(copy=100, sum=20))
     one, two = (simulate(topology, layout_of(topology, 800, Identity(), n).slices, costs) for n in (1, 2))

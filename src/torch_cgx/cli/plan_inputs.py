@@ -99,7 +99,7 @@ def read_run(path: Path) -> Input:
         if run["schema"] != "cgx-bench" or run["kind"] != "train":
             raise ValueError(f"schema {run['schema']!r}, kind {run['kind']!r}")
         return input_of_run(run)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, argparse.ArgumentTypeError) as error:
         raise UsageError(
             f"argument --from-run: cannot use {str(path)!r} ({type(error).__name__}: {error}): "
             "allowed is a file that `cgx bench train --json` has written"

@@ -11,7 +11,8 @@ of messages: slices overlap as `schedule` says. The model of time:
 3. A message begins to arrive its wire's latency after it has begun to leave, and has arrived when it has left, the
    latency after, and entered.
 4. A message costs the processor some time at each end, a fixed one and one a byte, while it passes. Where a rank has a
-   second core, that costs the other core; where it has less than one, all that processors do takes longer.
+   second core, that costs the other core. Where it has less than one, values and bytes take longer; the fixed time,
+   which is mostly waking up, does not.
 
 `simulate` runs every rank. Groups of a thousand ranks: `simulate_classes`.
 """
@@ -260,7 +261,7 @@ class _Play:
                 (
                     nbytes / wire.bytes_per_s,
                     wire.latency_s * (messages if serial else 1.0),
-                    (messages * wire.message_s + nbytes * wire.byte_s) * slower,
+                    messages * wire.message_s + nbytes * wire.byte_s * slower,
                 )
                 for nbytes, messages in lengths
             ]
