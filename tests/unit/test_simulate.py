@@ -60,6 +60,18 @@ def test_two_slices_overlap() -> None:
     assert one.sent_nbytes == two.sent_nbytes
 
 
+def test_in_rounds_nothing_is_sent_before_all_is_encoded() -> None:
+    """Three ranks, chunks of 800 bytes: 8 s to copy, 80 s on the link, 40 s to add.
+
+    Of two sums a rank takes that of the next rank first, which sends to it last: so both are decoded in the end.
+    """
+    topology = Topology.flat("SRA", 3)
+    slices = layout_of(topology, 600, Identity()).slices
+    costs = Costs(between=Wire(10), speeds=Speeds(copy=100, sum=20))
+    assert simulate(topology, slices, costs).seconds == pytest.approx(8 + 160 + 80 + 160 + 16)
+    assert simulate(topology, slices, costs, rounds=True).seconds == pytest.approx(16 + 160 + 80 + 160 + 16)
+
+
 def test_ranks_of_a_node_share_its_link_to_others() -> None:
     nodes, topology = (0, 0, 1, 1), Topology.flat("RING", 4)
     slices = layout_of(topology, 800, Identity()).slices
@@ -145,16 +157,16 @@ CLUSTERS = [
 ]
 
 
-@pytest.mark.parametrize("cores", [1.0, 2.0])
+@pytest.mark.parametrize(("cores", "rounds"), [(1.0, False), (2.0, False), (2.0, True)])
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
-def test_one_node_stands_for_all(cluster: Cluster, cores: float) -> None:
+def test_one_node_stands_for_all(cluster: Cluster, cores: float, rounds: bool) -> None:
     topology, slices = cluster.topology(), 3
     parts = layout_of(topology, 1024 * 8 * cluster.n_chunks * slices, MaxMin(4, 1024), slices).slices
     assert len({chunk.nbytes for part in parts for chunk in part.chunks}) == 1
     costs = replace(MIXED, cores=cores)
     nodes = [rank // cluster.ranks for rank in range(cluster.world)]
-    everyone = simulate(topology, parts, costs, nodes)
-    one = simulate_cluster(cluster, size_of(parts[0], 0), slices, costs)
+    everyone = simulate(topology, parts, costs, nodes, rounds=rounds)
+    one = simulate_cluster(cluster, size_of(parts[0], 0), slices, costs, rounds=rounds)
     assert one.seconds == pytest.approx(everyone.seconds, rel=1e-9)
     assert one.sent_nbytes == everyone.sent_nbytes[: cluster.ranks]
     assert one.link_nbytes == everyone.link_nbytes

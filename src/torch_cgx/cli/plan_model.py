@@ -183,7 +183,8 @@ class Plan:
         if site.device == "cpu" and nodes == 1 and way is not None:
             goal = 1  # the executor of shared memory runs whole programs
         slices = max(1, min(goal, round(numel * itemsize / least)))
-        timing = _simulate(cluster, numel, slices, itemsize, quantizer, costs, site.most_nodes)
+        rounds = site.device == "gpu" and way is not None
+        timing = _simulate(cluster, numel, slices, itemsize, quantizer, costs, site.most_nodes, rounds)
         if way is None and site.tree and nodes > 1:
             timing = min(timing, _tree(cluster, numel * itemsize, costs), key=lambda each: each.seconds)
         if contestant != FP16 or cluster.world == 1:
@@ -221,12 +222,19 @@ class Plan:
 
 @lru_cache(maxsize=4096)
 def _simulate(
-    cluster: Cluster, numel: int, slices: int, itemsize: int, quantizer: Identity | MaxMin, costs: Costs, most: int
+    cluster: Cluster,
+    numel: int,
+    slices: int,
+    itemsize: int,
+    quantizer: Identity | MaxMin,
+    costs: Costs,
+    most: int,
+    rounds: bool,
 ) -> Timing:
     values = numel / slices / cluster.n_chunks
     payload = quantizer.payload_nbytes(numel, itemsize) / slices / cluster.n_chunks
     size = Size(values * itemsize, payload, values * itemsize, quantizer.bits == 32)
-    return simulate_cluster(cluster, size, slices, costs, most)
+    return simulate_cluster(cluster, size, slices, costs, most=most, rounds=rounds)
 
 
 def _tree(cluster: Cluster, nbytes: float, costs: Costs) -> Timing:

@@ -1,7 +1,8 @@
 """Runs programs with clocks instead of values: how long an allreduce takes on machines that are not there.
 
-Nothing is computed and nothing is sent, but steps, their order and the lengths of payloads are those of the executors
-of messages: slices overlap as `schedule` says. The model of time:
+Nothing is computed and nothing is sent, but steps, their order and the lengths of payloads are those of the executors:
+slices overlap as `schedule` says, and with `rounds` a rank sends what it has only after all steps of a level, as
+`executors.cuda` does; else at once, as `executors.pipeline` does. The model of time:
 
 1. A rank has a processor. Encode, reduce, add, combine and decode occupy it for the bytes of values over the kernel's
    speed.
@@ -166,7 +167,14 @@ def _leveled(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[Prog
     return programs, levels_of(programs)
 
 
-def simulate(topology: Topology, slices: Sequence[Slice], costs: Costs, nodes: Sequence[int] | None = None) -> Timing:
+def simulate(
+    topology: Topology,
+    slices: Sequence[Slice],
+    costs: Costs,
+    nodes: Sequence[int] | None = None,
+    *,
+    rounds: bool = False,
+) -> Timing:
     """One allreduce of these slices by all ranks, from the moment when all of them begin.
 
     `nodes` says by rank where it is, for algorithms that do not care; None: as the topology has it.
@@ -181,7 +189,7 @@ def simulate(topology: Topology, slices: Sequence[Slice], costs: Costs, nodes: S
     slots = [programs_for(topology, nonempty)[1] for nonempty in patterns]
     written = [{name: (slot.chunk, slot.exact) for name, slot in each.items()} for each in slots]
     for rank, script in enumerate(scripts):
-        for number, step in ordered(topology, patterns, rank):
+        for number, step in ordered(topology, patterns, rank, rounds):
             known = written[number]
             if isinstance(step, Send):
                 chunk, exact = known[step.slot]
@@ -204,15 +212,20 @@ def is_exact(step: Encode | Reduce | Add | Combine | Decode, known: dict[str, tu
     return known[step.inputs[0] if isinstance(step, Combine) else step.slot][1]
 
 
-def ordered(topology: Topology, patterns: Sequence[tuple[bool, ...]], rank: int) -> Iterator[tuple[int, Step]]:
-    """The order in which `executors.pipeline` makes a rank's steps of slices with these chunks: (slice, step)."""
+def ordered(
+    topology: Topology, patterns: Sequence[tuple[bool, ...]], rank: int, rounds: bool
+) -> Iterator[tuple[int, Step]]:
+    """The order in which the executors make a rank's steps of slices with these chunks: (slice, step)."""
     by_level = []
     for nonempty in patterns:
         programs, levels = _leveled(topology, nonempty)
         depth = max((level for of_rank in levels for level in of_rank), default=0) + 1
         steps: list[list[Step]] = [[] for _ in range(depth)]
-        for step, level in zip(programs[rank], levels[rank], strict=True):
-            steps[level].append(step)
+        for step, place in zip(programs[rank], levels[rank], strict=True):
+            steps[place].append(step)
+        if rounds:
+            for of_level in steps:
+                of_level.sort(key=lambda step: 0 if isinstance(step, Receive) else 2 if isinstance(step, Send) else 1)
         by_level.append(steps)
     depth = max(map(len, by_level), default=0)
     for tick in range(len(by_level) + depth):

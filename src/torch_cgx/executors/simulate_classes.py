@@ -76,13 +76,15 @@ class Cluster:
         return Topology(self.algorithm, nodes, shares=self.shares, compress_inside=self.compress_inside)
 
 
-def simulate_cluster(cluster: Cluster, size: Size, slices: int, costs: Costs, most: int = MOST_NODES) -> Timing:
+def simulate_cluster(
+    cluster: Cluster, size: Size, slices: int, costs: Costs, *, most: int = MOST_NODES, rounds: bool = False
+) -> Timing:
     """One allreduce of so many slices, whose chunks are all of one size."""
     if cluster.world == 1:
         return Timing(0.0, 0.0, 0.0, (0.0,), 0.0)
     small = Cluster(min(cluster.nodes, most), *_rest(cluster))
     lumped = (cluster.n_chunks - _own(cluster)) / max(1, small.n_chunks - _own(small)) if small != cluster else 1.0
-    scripts, kinds, sends = _scripts(small, slices)
+    scripts, kinds, sends = _scripts(small, slices, rounds)
     durations = [
         kernel_s(step, size, costs.speeds, exact, lumped if lumped_inputs else 1.0) * (lumped if foreign else 1.0)
         for step, exact, foreign, lumped_inputs in kinds
@@ -120,7 +122,7 @@ class _Sending(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _scripts(cluster: Cluster, slices: int) -> tuple[list[Script], list[_Kind], list[_Sending]]:
+def _scripts(cluster: Cluster, slices: int, rounds: bool) -> tuple[list[Script], list[_Kind], list[_Sending]]:
     """What the ranks of node 0 do, and what the tables of durations and lengths are made from."""
     topology = cluster.topology()
     nonempty = (True,) * topology.n_chunks
@@ -146,7 +148,7 @@ def _scripts(cluster: Cluster, slices: int) -> tuple[list[Script], list[_Kind], 
         return kinds.setdefault((type(step), len(inputs), *kind[1:]), (len(kinds), kind))[0]
 
     scripts = [
-        Script(rank, 0, [operation(rank, *each) for each in ordered(topology, [nonempty] * slices, rank)])
+        Script(rank, 0, [operation(rank, *each) for each in ordered(topology, [nonempty] * slices, rank, rounds)])
         for rank in range(cluster.ranks)
     ]
     return scripts, [kind for _, kind in kinds.values()], list(sends)
