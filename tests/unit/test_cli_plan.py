@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -243,3 +245,33 @@ def test_a_wrong_argument_is_one_line_that_says_what_is_allowed(
 def test_a_file_that_is_no_training_run_is_refused(tmp_path: Path, changes: dict[str, Any], capsys: Capture) -> None:
     assert main(["plan", "--from-run", str(run_file(tmp_path, **changes))]) == 2
     assert "allowed is a file that `cgx bench train --json` has written" in capsys.readouterr().err
+
+
+def validation() -> Any:
+    spec = importlib.util.spec_from_file_location("plan_validation", RESULTS.parent / "plan_validation.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_calibration_meets_the_run_that_it_is_made_on() -> None:
+    module = validation()
+    run = json.loads(module.CALIBRATION.read_text())
+    rows = list(module.allreduce_rows(run, module.CALIBRATION.stem, module.calibrate(run)))
+    assert len(rows) == len(run["cells"]) == 2
+    for _, predicted, measured in rows:
+        assert predicted == pytest.approx(measured, rel=0.001)
+
+
+def test_validation_predicts_the_contestants_of_a_training_that_plan_knows(tmp_path: Path) -> None:
+    names = ["ideal", "gloo", "fp16", "powersgd", "cgx-8", "cgx-1", "cgx-32", "adaptive"]
+    run = json.loads(run_file(tmp_path, cells=[{"contestant": name, "median_s": 0.5} for name in names]).read_text())
+    module = validation()
+    rows = {title: predicted for title, predicted, _ in module.train_rows(run, "train", module.Constants(1e-9, 5e-4))}
+    assert list(rows) == [f"step of gpt, {name}" for name in ("gloo", "fp16", "cgx-8", "cgx-1")]
+    gloo, fp16, eight, one = rows.values()
+    # 25 MB at 1 Gbit/s are 0.21 s at least; of the last 4 MB, 35 ms at least come after backward and its 0.3 s.
+    assert gloo > fp16 > eight > one > 0.33
+    assert gloo > 0.1 + 0.02 + 0.21 + 0.03

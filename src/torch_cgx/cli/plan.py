@@ -306,6 +306,8 @@ def format_advice(report: dict[str, Any]) -> str:
             f"{each['inner']}/{each['cross']} {format_seconds(each['step_s'])}" for each in advice["alternatives"]
         )
         lines.append(f"communicators within/between nodes, step: {told}")
+    if way["algorithm"] == "RING":
+        lines.append("RING is faster here than SRA, but quantizes a sum once a node: look at the loss")
     if advice["lower"]:
         lines.append(
             f"{advice['lower']} would be faster still, but loses more of each gradient: try adaptive bits, "
