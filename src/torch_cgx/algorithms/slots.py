@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 def part(source: int, chunk: int) -> str:
     """One rank's values of a chunk, for whoever sums them up."""
@@ -21,3 +23,10 @@ def hop(source: int, chunk: int) -> str:
 def total(chunk: int) -> str:
     """A chunk's sum."""
     return f"sum:{chunk}"
+
+
+def moved(slot: str, rank: Callable[[int], int], chunk: Callable[[int], int]) -> str:
+    """The name that a slot has where ranks and chunks are numbered differently."""
+    kind, _, numbers = slot.partition(":")
+    source, apart, of_chunk = numbers.rpartition(">")
+    return f"{kind}:{rank(int(source)) if apart else ''}{apart}{chunk(int(of_chunk))}"

@@ -1,4 +1,4 @@
-"""The `cgx` command: `cgx bench`, `cgx bits`, `cgx doctor`, `cgx trace`.
+"""The `cgx` command: `cgx bench`, `cgx bits`, `cgx doctor`, `cgx plan`, `cgx trace`.
 
 `main` builds the parser from the registered sub-commands, runs one and turns what went wrong into one line
 and an exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted. It measures nothing itself.
@@ -38,7 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    from torch_cgx.cli import bench, bench_train, bits, doctor, kernels, trace  # noqa: F401  (importing registers them)
+    from torch_cgx.cli import (  # noqa: F401  (importing registers them)
+        bench,
+        bench_train,
+        bits,
+        doctor,
+        kernels,
+        plan,
+        trace,
+    )
     from torch_cgx.cli.registry import COMMANDS, Parser
 
     parser = Parser(prog="cgx", description="Compressed all-reduce for torch.distributed: measure it, check it.")
