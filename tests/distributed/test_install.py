@@ -143,7 +143,7 @@ def test_without_a_compiler_everything_but_the_native_library_is_installed(tree:
 
 @needs_compiler
 def test_the_wheel_serves_every_python_and_works_in_an_environment_of_its_own(tree: Path, tmp_path: Path) -> None:
-    path = build_wheel(tree, "cmake.define.CGX_STATIC_RUNTIME=ON")
+    path = build_wheel(tree)
     with zipfile.ZipFile(path) as wheel:
         names = set(wheel.namelist())
         library = wheel.read("torch_cgx/_native/libcgx.so")
@@ -152,7 +152,6 @@ def test_the_wheel_serves_every_python_and_works_in_an_environment_of_its_own(tr
     tag = path.stem.split("-", 2)[2]
     assert tag.startswith("py3-none-") and not tag.endswith("any")
     assert library.startswith(b"\x7fELF")
-    assert b"libstdc++.so" not in library
     assert {
         "_torch_cgx_autoload.py",
         "torch_cgx/__init__.py",
