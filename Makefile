@@ -13,6 +13,7 @@
 #   make fuzz      every target of tests/fuzz for FUZZ_S seconds, guided by coverage where atheris can be had
 #   make model     check the model of the shared-memory protocol with spin, and that it finds mistakes put in on purpose
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
+#   make dist      the source distribution and the wheels of this machine, checked, into dist
 #   make clean     remove what make has made
 
 PYTHON ?= python3
@@ -39,7 +40,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test matrix lint bench faults accuracy soak sanitize fuzz model native install clean
+.PHONY: demo test matrix lint bench faults accuracy soak sanitize fuzz model native install dist clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -107,6 +108,11 @@ native: $(STAMP)
 	$(BIN)/cmake --install build/pip --prefix src
 
 install: $(STAMP)
+
+# Needs no torch.
+dist:
+	@sh .ci/system-packages "$(PYTHON)"
+	@sh .ci/dist "$(PYTHON)"
 
 # A folder in SOURCES is newer when a file was added to it or removed. uv fetches nearly everything, faster
 # than pip, and pip the rest: all of it where uv cannot be had. pip always packs our files anew, but compiles only what

@@ -19,7 +19,6 @@ from typing import Any
 from torch_cgx.cli.plan_inputs import input_of_run, link_rate
 from torch_cgx.cli.plan_model import Plan
 from torch_cgx.cli.plan_sites import make_site
-
 from torch_cgx.cli.table import format_markdown, format_nbytes, format_seconds
 from torch_cgx.cli.train_plot import colour_of, draw_train
 from torch_cgx.cli.train_report import IDEAL, names_of

@@ -153,7 +153,8 @@ class Allreduces(ReduceScatters):
             opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.SUM)
         else:
             opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.AVG)
-        opts.asyncOp = True  # hooks never wait
+        if hasattr(opts, "asyncOp"):  # torch 2.6 has it not, and all counts as asynchronous there
+            opts.asyncOp = True  # hooks never wait
         return self._allreduce("all_reduce", tensor, [tensor], opts, layers, residual, stochastic)
 
     def heed_no_variable(self) -> None:

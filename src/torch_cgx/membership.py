@@ -50,7 +50,7 @@ class Membership:
 
     nodes: tuple[str, ...]  # by rank: a name of what shares memory
     pid_namespaces: tuple[str, ...]  # by rank: ranks of different ones cannot see whether the other lives
-    native: tuple[bool, ...]  # by rank: whether it has the native library
+    native: tuple[bool, ...]  # by rank: whether it has the native library, with shared memory
     cuda_problems: tuple[str, ...]  # by rank: what keeps it from CUDA tensors, or ""
 
     @property
@@ -131,7 +131,7 @@ def join(
         "settings": settings.fingerprint(),
         "node": settings.node_id or _node_name(),
         "pids": _pid_namespace(),
-        "native": available(),
+        "native": _native.shares_memory(),
         "cuda_problem": cuda_problem,
     }
     store.set(f"member/{rank}", json.dumps(mine))

@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,11 @@ _CONNECTION_WORDS = ("onnection", "peer", "roken pipe", "transport/tcp")  # of G
 _WONDER_S = (0.5, 60.0)  # a wait without a board first asks the others after the first, then after twice as long, ...
 
 
+# Older torch lets the Python part of a Work die while C++ has it, which then waits for ever (seen with 2.6, in the
+# first all_gather of DDP; not with 2.13). C++ waits for one at once, or asks for its future: the last few are enough.
+_kept: deque[PolledWork] = deque(maxlen=16 if torch.__version__ < "2.13" else 0)
+
+
 class PolledWork(Work):
     """What the kinds of work share: `_poll` waits for at most a slice, and raises what the operation failed with."""
 
@@ -47,6 +53,7 @@ class PolledWork(Work):
         self._completions = completions
         self._failure: BaseException | None = None
         self._done = False
+        _kept.append(self)
 
     def _poll(self, slice_ms: int) -> bool:
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """The native library: finding it, and the C structures of csrc/include/cgx.h as ctypes.
 
 Nothing here knows torch. Where the library was not built (no compiler at installation) `library()` is None, and the
-caller takes the plain-torch kernels.
+caller takes the plain-torch kernels. Where it was built without shared memory (macOS) only its kernels are there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,20 @@ import threading
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-__all__ = ["Call", "Means", "Peer", "Piece", "Record", "Rounding", "Slot", "Stats", "Step", "Submission", "library"]
+__all__ = [
+    "Call",
+    "Means",
+    "Peer",
+    "Piece",
+    "Record",
+    "Rounding",
+    "Slot",
+    "Stats",
+    "Step",
+    "Submission",
+    "library",
+    "shares_memory",
+]
 
 ABI_VERSION = 4
 
@@ -111,6 +124,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(POINTER(Rounding), c_void_p),
         ],
     ),
+    "cgx_signal_to_eventfd": (c_int, [c_int, c_int]),
+}
+
+_SHARED_MEMORY: dict[str, tuple[object, list[object]]] = {
     "cgx_plan_new": (
         c_void_p,
         [
@@ -140,7 +157,6 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "cgx_group_times": (None, [c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), POINTER(c_int64)]),
     "cgx_group_record": (c_int, [c_void_p, c_int64, POINTER(Record)]),
     "cgx_group_peer": (None, [c_void_p, c_int64, POINTER(Peer), c_char_p, c_int64]),
-    "cgx_signal_to_eventfd": (c_int, [c_int, c_int]),
     "cgx_group_stats": (None, [c_void_p, POINTER(Stats)]),
     "cgx_group_reset_stats": (None, [c_void_p]),
     "cgx_group_close": (None, [c_void_p]),
@@ -159,6 +175,12 @@ def library() -> ctypes.CDLL | None:
         return _loaded[0]
 
 
+def shares_memory() -> bool:
+    """Whether the library is there, and with the executor over shared memory."""
+    lib = library()
+    return lib is not None and hasattr(lib, "cgx_group_open")
+
+
 def _load(path: Path) -> ctypes.CDLL | None:
     try:
         lib = ctypes.CDLL(str(path))
@@ -166,7 +188,8 @@ def _load(path: Path) -> ctypes.CDLL | None:
         found = lib.cgx_abi_version()
         if found != ABI_VERSION:
             raise OSError(f"{path.name} has ABI {found}, this package needs {ABI_VERSION}: reinstall torch_cgx")
-        for name, (restype, argtypes) in _SIGNATURES.items():
+        shared_memory = _SHARED_MEMORY if hasattr(lib, "cgx_group_open") else {}
+        for name, (restype, argtypes) in (_SIGNATURES | shared_memory).items():
             function = getattr(lib, name)
             function.restype = restype
             function.argtypes = argtypes

@@ -48,8 +48,13 @@ def simd_level(forced: str | None = None) -> str:
 
 def thread_count(asked: int | None, ranks_here: int = 1) -> int:
     """How many threads a large call takes: as asked, or torch's number, within this rank's share of the cores."""
-    share = len(os.sched_getaffinity(0)) // ranks_here
+    share = _cores() // ranks_here
     return asked or max(1, min(torch.get_num_threads(), _MOST_THREADS, share))
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system says (Linux); else those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def means(simd: str | None = None, threads: int = 1) -> _native.Means:
