@@ -4,6 +4,9 @@ Pages link to each other and to files outside docs/ by relative paths, as GitHub
 that is reached that way, from the nav or from a page (also from a page that was reached so itself), gets a place in
 the site: Markdown becomes a page, a folder its README or a list, JSON is copied as it is, all else a page with its
 text. Links are changed to lead there. A link to a file that is not there stays as it is, and strict builds end with it.
+
+Two differences between GitHub and MkDocs are made up for: a list may follow a paragraph without an empty line, and long
+names of variables may be broken at their underscores.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ COPIED = (".json", ".png", ".svg")
 LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+_LIST_AT_ONCE = re.compile(r"^((?![-|#>\s]).+)\n(?=- )", re.MULTILINE)
+_VARIABLE = re.compile(r"(?<=<code>)[A-Z]+(?:_[A-Z]+){2,}(?=</code>)")
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 _repository: dict[str, str] = {}  # by place in the site
@@ -67,9 +72,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         there = places.get(target) or target.removeprefix(f"{DOCS}/")
         return match[1] + posixpath.relpath(there, posixpath.dirname(place) or ".") + (match[3] or "") + match[4]
 
-    return "".join(
-        part if is_code else _LINK.sub(changed, part) for part, is_code in _parts(markdown)
-    )  # examples of links in code are left alone
+    def as_github(part: str) -> str:
+        return _LIST_AT_ONCE.sub(r"\1\n\n", _LINK.sub(changed, part))
+
+    return "".join(part if is_code else as_github(part) for part, is_code in _parts(markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Lets names such as CGX_COMPRESSION_BUCKET_SIZE be broken, at their underscores alone."""
+    return _VARIABLE.sub(lambda name: name[0].replace("_", "_<wbr>"), html)
 
 
 def _parts(markdown: str) -> Iterator[tuple[str, bool]]:

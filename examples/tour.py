@@ -1,7 +1,7 @@
 """A tour of torch_cgx in five minutes, to read beside docs/tour.md. It runs alone, and starts two processes itself:
 
-    python examples/tour.py      # all parts, one after the other
-    python examples/tour.py 2    # one of them
+python examples/tour.py      # all parts, one after the other
+python examples/tour.py 2    # one of them
 """
 
 from __future__ import annotations
