@@ -68,7 +68,7 @@ def stats(group: Any = None) -> dict[str, float]:
     """What this rank has sent, and where the time went, on a group with backend "cgx" (None: the default group).
 
     Returns:
-        `operations` and `compressed_operations`; `bytes_before` and `bytes_after` (of the tensors that were compressed);
+        `operations` and `compressed_operations`; `bytes_before` and `bytes_after` (of tensors that were compressed);
             `bytes_sent` (to all peers); seconds: `encode_s`, `wait_s`, `reduce_s`, `decode_s`.
     """
     return _cgx_group(group).stats()

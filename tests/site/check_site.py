@@ -125,12 +125,19 @@ class Visit:
         return {each.path.lstrip("/") or "index.html" for each in found if each.netloc == own.netloc}
 
     def search(self, word: str) -> None:
+        """Types a word into the search field, which must find something."""
         self.troubles.clear()
         self._page.goto(self._base + "index.html", wait_until="load", timeout=LONG_MS)
-        self._page.locator("label.md-header__button[for=__search]").first.evaluate("each => each.click()")
         field = self._page.locator("input.md-search__input")
-        field.fill(word, timeout=LONG_MS)
-        self._page.locator(".md-search-result__item").first.wait_for(timeout=LONG_MS)
+        field.click(timeout=LONG_MS)
+        field.press_sequentially(word, delay=20, timeout=LONG_MS)
+        found = self._page.locator(".md-search-result__item").first
+        for _ in range(20):
+            if found.is_visible():
+                return
+            field.press("Space", timeout=LONG_MS)  # the index may have come after the last letter
+            self._page.wait_for_timeout(1000)
+        self.troubles.append(f"nothing was found for {word!r}")
 
 
 def check(site: Path, screenshots: Path, chromium: str, sync_playwright: Any) -> list[str]:
