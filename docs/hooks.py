@@ -5,12 +5,14 @@ that is reached that way, from the nav or from a page (also from a page that was
 the site: Markdown becomes a page, a folder its README or a list, JSON is copied as it is, all else a page with its
 text. Links are changed to lead there. A link to a file that is not there stays as it is, and strict builds end with it.
 
-Two differences between GitHub and MkDocs are made up for: a list may follow a paragraph without an empty line, and long
-names of variables may be broken at their underscores.
+A list may follow a paragraph without an empty line, as on GitHub. For the width of a phone, long names of variables may
+be broken at their underscores, and tables of several columns with sentences are marked, so that site.css can put their
+cells one below the other.
 """
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
 from collections.abc import Iterator
@@ -24,11 +26,13 @@ DOCS = "docs"
 # What the nav names: its place in the site, and in the repository.
 NAMED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 COPIED = (".json", ".png", ".svg")
+SENTENCE = 60  # characters of a cell that is no mere figure
 LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _LIST_AT_ONCE = re.compile(r"^((?![-|#>\s]).+)\n(?=- )", re.MULTILINE)
 _VARIABLE = re.compile(r"(?<=<code>)[A-Z]+(?:_[A-Z]+){2,}(?=</code>)")
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 _repository: dict[str, str] = {}  # by place in the site
@@ -79,8 +83,22 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Lets names such as CGX_COMPRESSION_BUCKET_SIZE be broken, at their underscores alone."""
+    """Makes the page fit for a phone."""
+    html = _TABLE.sub(lambda table: _labelled(table[0]), html)
     return _VARIABLE.sub(lambda name: name[0].replace("_", "_<wbr>"), html)
+
+
+def _labelled(table: str) -> str:
+    """A table of sentences with the head of its column at each cell; others as they are."""
+    heads, cells = (
+        [re.sub(r"<[^>]+>", "", each) for each in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", table, re.DOTALL)]
+        for tag in ("th", "td")
+    )
+    if len(heads) < 3 or not any(len(cell) > SENTENCE for cell in cells):
+        return table
+    column = itertools.cycle(head.replace('"', "&quot;") for head in heads)
+    labelled = re.sub("<td", lambda _: f'<td data-label="{next(column)}"', table)
+    return f'<div class="stacked">{labelled}</div>'
 
 
 def _parts(markdown: str) -> Iterator[tuple[str, bool]]:
