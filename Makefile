@@ -111,6 +111,7 @@ site: $(STAMP)
 
 site-check: site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(PYTEST) tests/site
 	$(BIN)/python tests/site/check_site.py
 
 native: $(STAMP)

@@ -28,10 +28,10 @@ WIDTHS = {"desktop": (1280, 800), "phone": (390, 844)}
 NOT_REACHED = {"404.html"}  # the server shows it, nobody links to it
 MISSING = 77
 LONG_MS = 60_000  # a page on a busy machine
+SEARCH_S = 20
 
 # What is wider than the window, and is not inside of something that scrolls by itself.
-OVERFLOWING = """() => {
-    const width = document.documentElement.clientWidth;
+OVERFLOWING = """width => {
     if (document.documentElement.scrollWidth <= width) return [];
     const scrolls = each => { for (let up = each; up; up = up.parentElement) {
         if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(up).overflowX)) return true; } return false; };
@@ -90,7 +90,7 @@ class Visit:
     """One page at one width, and what is wrong with it."""
 
     def __init__(self, page: Any, base: str) -> None:
-        self._page, self._base = page, base
+        self._page, self._base, self._width = page, base, page.viewport_size["width"]
         self.troubles: list[str] = []
         page.on("console", lambda message: message.type == "error" and self.troubles.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: self.troubles.append(f"script: {error}"))
@@ -113,7 +113,7 @@ class Visit:
         self._page.evaluate("() => document.querySelectorAll('img').forEach(each => each.loading = 'eager')")
         self._page.wait_for_function("() => [...document.images].every(each => each.complete)", timeout=LONG_MS)
         self.troubles += [f"image does not show: {each}" for each in self._page.evaluate(IMAGES)]
-        self.troubles += [f"too wide: {each}" for each in self._page.evaluate(OVERFLOWING)]
+        self.troubles += [f"too wide: {each}" for each in self._page.evaluate(OVERFLOWING, self._width)]
         if picture is not None:
             picture.parent.mkdir(parents=True, exist_ok=True)
             self._page.screenshot(path=picture, full_page=True, timeout=LONG_MS, animations="disabled")
@@ -132,7 +132,7 @@ class Visit:
         field.click(timeout=LONG_MS)
         field.press_sequentially(word, delay=20, timeout=LONG_MS)
         found = self._page.locator(".md-search-result__item").first
-        for _ in range(20):
+        for _ in range(SEARCH_S):
             if found.is_visible():
                 return
             field.press("Space", timeout=LONG_MS)  # the index may have come after the last letter
