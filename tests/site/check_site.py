@@ -94,13 +94,17 @@ class Visit:
         self.troubles: list[str] = []
         page.on("console", lambda message: message.type == "error" and self.troubles.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: self.troubles.append(f"script: {error}"))
-        page.on("requestfailed", lambda request: self.troubles.append(f"failed: {request.url}"))
+        page.on("requestfailed", self._look_at_failure)
         page.on("request", self._look_at_request)
         page.on("response", self._look_at_answer)
 
     def _look_at_request(self, request: Any) -> None:
         if not request.url.startswith((self._base, "data:", "blob:")):
             self.troubles.append(f"from elsewhere: {request.url}")
+
+    def _look_at_failure(self, request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # what was still under way when we went on to the next page
+            self.troubles.append(f"failed: {request.url}: {request.failure}")
 
     def _look_at_answer(self, answer: Any) -> None:
         if answer.status >= 400:

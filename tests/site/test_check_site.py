@@ -37,6 +37,7 @@ def test_every_mistake_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     wrong = check_site.check(site, tmp_path / "pictures", str(CHROMIUM), playwright.sync_playwright)
     for expected in (
         "index.html (desktop): 404: ",
+        "index.html (desktop): failed: http://192.0.2.1/foreign.png: ",
         "index.html (desktop): from elsewhere: http://192.0.2.1/",
         "index.html (desktop): image does not show: ",
         "index.html (desktop): console: said",
