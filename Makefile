@@ -12,6 +12,8 @@
 #   make sanitize  the native tests under sanitizers, valgrind and emulators of other processors
 #   make fuzz      every target of tests/fuzz for FUZZ_S seconds, guided by coverage where atheris can be had
 #   make model     check the model of the shared-memory protocol with spin, and that it finds mistakes put in on purpose
+#   make site      the pages of docs/ as a site, into site/; a link that leads nowhere is an error
+#   make site-check  look at every page of it in a browser (Chromium, which has to be there); pictures in build/screenshots
 #   make native    the native library into the source tree, for work with PYTHONPATH=src
 #   make dist      the source distribution and the wheels of this machine, checked, into dist
 #   make clean     remove what make has made
@@ -40,7 +42,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md) \
 	$(shell find src csrc -type d -not -name __pycache__) \
 	$(shell find src csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: demo test matrix lint bench faults accuracy soak sanitize fuzz model native install dist clean
+.PHONY: demo test matrix lint bench faults accuracy soak sanitize fuzz model site site-check native install dist clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -104,6 +106,15 @@ fuzz: $(STAMP)
 model:
 	@sh .ci/model
 
+# The variable leaves out what the theme's authors say about the next MkDocs.
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+site-check: site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(PYTEST) tests/site
+	$(BIN)/python tests/site/check_site.py
+
 native: $(STAMP)
 	$(BIN)/cmake --install build/pip --prefix src
 
@@ -134,5 +145,5 @@ $(FFCV): .ci/ffcv-packages | $(STAMP)
 	@if sh .ci/ffcv-packages $(BIN)/python; then touch $@; else test $$? = 77; fi
 
 clean:
-	rm -rf $(VENV) build dist src/torch_cgx/_native/*.so* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/torch_cgx/_native/*.so* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -67,34 +67,41 @@ def __getattr__(name: str) -> Any:
 def stats(group: Any = None) -> dict[str, float]:
     """What this rank has sent, and where the time went, on a group with backend "cgx" (None: the default group).
 
-    Keys: operations, compressed_operations, bytes_before, bytes_after (of the tensors, compressed), bytes_sent (to
-    all peers), encode_s, wait_s, reduce_s, decode_s.
+    Returns:
+        `operations` and `compressed_operations`; `bytes_before` and `bytes_after` (of tensors that were compressed);
+            `bytes_sent` (to all peers); seconds: `encode_s`, `wait_s`, `reduce_s`, `decode_s`.
     """
     return _cgx_group(group).stats()
 
 
 def reset_stats(group: Any = None) -> None:
-    """Begin counting anew."""
+    """Begin counting anew what `stats` tells."""
     _cgx_group(group).reset_stats()
 
 
 def register_layer(bucket_idx: int, layer_idx: int, numel: int, bits: int, bucket_size: int) -> None:
-    """Tell the default group that layer `layer_idx` of grad bucket `bucket_idx` has so many values, bits and bucket
-    size.
+    """Tell the default group what a layer of a grad bucket is. For older scripts: `cgx_hook` does this by itself.
 
     An all_reduce on the default group with as many values as the layers of a grad bucket together is then compressed
     layer by layer, where compression is on. All ranks must register alike.
+
+    Args:
+        bucket_idx: the number of the grad bucket.
+        layer_idx: the layer's number in it.
+        numel: how many values it has.
+        bits: 1 to 8, or 32: exact.
+        bucket_size: how many values share a smallest value and a step.
     """
     _cgx_group(None).layers.register(bucket_idx, layer_idx, numel, bits, bucket_size)
 
 
 def set_quantization_bits(bucket_idx: int, layer_idx: int, bits: int) -> None:
-    """Change the bits of a registered layer."""
+    """Change the bits of a layer that `register_layer` has told of."""
     _cgx_group(None).layers.set_bits(bucket_idx, layer_idx, bits)
 
 
 def set_quantization_bucket_size(bucket_idx: int, layer_idx: int, bucket_size: int) -> None:
-    """Change the bucket size of a registered layer."""
+    """Change the bucket size of a layer that `register_layer` has told of."""
     _cgx_group(None).layers.set_block(bucket_idx, layer_idx, bucket_size)
 
 

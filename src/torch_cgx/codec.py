@@ -27,8 +27,13 @@ def quantize(
 ) -> Tensor:
     """The payload of a tensor, as docs/wire_format.md defines it: a uint8 tensor of `payload_nbytes` bytes.
 
-    `stochastic` rounds up or down at random, without bias; the same `seed` gives the same payload, and None draws a
-    seed from torch's generator. `out`, if given, is filled and returned.
+    Args:
+        x: a dense CPU tensor of float32, float16 or bfloat16, of any shape.
+        bits: 1 to 8 a value, or 32: unchanged.
+        bucket_size: how many values share a smallest value and a step, 1 to 65536.
+        stochastic: round up or down at random, without bias.
+        seed: of that; the same seed gives the same payload, and None draws one from torch's generator.
+        out: is filled and returned, if given.
     """
     _check_values("x", x)
     if seed is not None:
@@ -60,7 +65,14 @@ def dequantize(
 ) -> Tensor:
     """The values of a payload that `quantize` made with the same arguments, as a 1-D tensor.
 
-    `out`, if given, is filled (or, with `add`, added to) and returned; it may have any shape of `numel` values.
+    Args:
+        payload: a uint8 tensor of `payload_nbytes` bytes.
+        numel: how many values `quantize` was given.
+        dtype: their type.
+        bits: as `quantize` was given.
+        bucket_size: as `quantize` was given.
+        out: is filled and returned, if given; it may have any shape of `numel` values.
+        add: add to `out` instead.
     """
     nbytes = payload_nbytes(numel, dtype, bits, bucket_size)
     numel, bits, bucket_size = (int(each.__index__()) for each in (numel, bits, bucket_size))
@@ -81,7 +93,7 @@ def dequantize(
 
 
 def payload_nbytes(numel: int, dtype: torch.dtype, bits: int, bucket_size: int) -> int:
-    """How many bytes the payload of so many values has."""
+    """How many bytes the payload of so many values has: headers, levels and padding."""
     numel, bits, bucket_size = (
         whole_number(name, value) for name, value in (("numel", numel), ("bits", bits), ("bucket_size", bucket_size))
     )

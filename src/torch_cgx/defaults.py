@@ -24,11 +24,11 @@ _EXACT = Compression(bits=32)
 
 
 def set_default(*, bits: int | None = None, bucket_size: int | None = None) -> None:
-    """Compress the all_reduces of this process from now on with so many bits (1 to 8, or 32: exact) and values a
-    bucket.
+    """Compress the all_reduces of this process from now on. All ranks must call it between the same two operations.
 
-    Takes the place of CGX_COMPRESSION_QUANTIZATION_BITS and CGX_COMPRESSION_BUCKET_SIZE; what is None goes back to its
-    variable. All ranks must call it between the same two operations.
+    Args:
+        bits: 1 to 8, or 32: exact. None: as CGX_COMPRESSION_QUANTIZATION_BITS says.
+        bucket_size: how many values share a smallest value and a step. None: as CGX_COMPRESSION_BUCKET_SIZE says.
     """
     global _bits, _block
     found = Compression(32 if bits is None else bits, 512 if bucket_size is None else bucket_size)  # raises if it must

@@ -25,18 +25,21 @@ _BLOCK_OF_ONE_BIT = 32
 class AdaptiveBits:
     """Every `period` steps, new bits for every layer that compresses by default (those with an override keep theirs).
 
-    `policy`: a name from `torch_cgx.adaptive.policies`.
-    `bits_range`: the fewest and the most bits of a layer.
-    `period`, `warmup`: steps from choice to choice, and until the first; before it all layers have the reference, which
-    is the state's `compression_params` (4 bits, bucket size 1024 where nothing is said).
-    `least`: "bytes", the fewest with no more error than the reference has; or "error", the least in no more bytes.
-    `alpha`: that limit, in terms of the reference's.
-    `layer_alpha`: the most squared error that a single layer may have, in terms of its own at the reference (2.25: 1.5
-    times the distance); None: any. Without it, error goes to layers with small gradients, which Adam and its kin
-    enlarge again.
-    `target_step_time`: in seconds: as many bits as let a step take no longer. "auto": no longer than the fastest of
-    exact, the most bits and the reference, so that bits that cost no time are not saved, and exact where compression
-    does not pay. None: time does not matter. What a step takes is measured once, while the first steps are made.
+    Args:
+        policy: a name from `torch_cgx.adaptive.policies`.
+        bits_range: the fewest and the most bits of a layer.
+        period: steps from choice to choice.
+        warmup: steps until the first choice; before it all layers have the reference, which is the state's
+            `compression_params` (4 bits, bucket size 1024 where nothing is said).
+        alpha: the limit of `least`, in terms of the reference's.
+        least: "bytes", the fewest with no more error than the reference has; or "error", the least in no more bytes.
+        layer_alpha: the most squared error that a single layer may have, in terms of its own at the reference (2.25:
+            1.5 times the distance); None: any. Without it, error goes to layers with small gradients, which Adam and
+            its kin enlarge again.
+        target_step_time: in seconds: as many bits as let a step take no longer. "auto": no longer than the fastest of
+            exact, the most bits and the reference, so that bits that cost no time are not saved, and exact where
+            compression does not pay. None: time does not matter. What a step takes is measured once, while the first
+            steps are made.
     """
 
     policy: str = "dynamic_programming"

@@ -11,5 +11,10 @@ __all__ = ["cgx_hook"]
 
 
 def cgx_hook(state: CGXState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a grad bucket, each layer compressed as the state says: `model.register_comm_hook(state, cgx_hook)`."""
+    """Average a grad bucket, each layer compressed as the state says: `model.register_comm_hook(state, cgx_hook)`.
+
+    Args:
+        state: how; one for each model.
+        bucket: what DDP hands over.
+    """
     return state.average(bucket)

@@ -32,23 +32,23 @@ _VERSION = 2  # of what state_dict returns; 1 had nothing adaptive
 
 
 class CGXState:
-    """What `cgx_hook` compresses a model's gradients with.
+    """What `cgx_hook` compresses a model's gradients with. All ranks must make their states alike.
 
-    `process_group`: the model's own; None: the default group. Its backend may be cgx or another, beside which the state
-    then makes a cgx group of the same ranks for itself.
-    `layer_min_size`: layers with fewer values travel exactly, and so do one-dimensional ones (biases, norms).
-    `compression_params`: "bits" (1 to 8, or 32: exact) and "bucket_size" for all others.
-    `overrides`: the same for the parameters whose names match a pattern, as in {"*.attn.*": {"bits": 8}}; of several
-    that match, the last. Names come from `model` (`from_model` passes it).
-    `stochastic`: round at random, without bias; None: as CGX_COMPRESSION_STOCHASTIC says.
-    `error_feedback`: add what compression lost of a gradient to the next one.
-    `grad_scaler`: the GradScaler of the training, if any; error feedback follows its changing scale.
-    `start_step`: exact until so many steps have been made.
-    `adaptive`: "auto" or an `AdaptiveBits`: layers without an override get the bits that their gradients and the
-    network call for, chosen anew while training; `compression_params` are the reference.
-    `measure_every`: at every so many steps, `report` gets the relative errors anew.
-
-    All ranks must make their states alike.
+    Args:
+        process_group: the model's own; None: the default group. Its backend may be cgx or another, beside which the
+            state then makes a cgx group of the same ranks for itself.
+        layer_min_size: layers with fewer values travel exactly, and so do one-dimensional ones (biases, norms).
+        compression_params: "bits" (1 to 8, or 32: exact) and "bucket_size" for all others; 4 and 1024 if not said.
+        overrides: the same for the parameters whose names match a pattern, as in `{"*.attn.*": {"bits": 8}}`; of
+            several that match, the last. Names come from `model` (`from_model` passes it).
+        stochastic: round at random, without bias; None: as CGX_COMPRESSION_STOCHASTIC says.
+        error_feedback: add what compression lost of a gradient to the next one.
+        start_step: exact until so many steps have been made.
+        adaptive: "auto" or an `AdaptiveBits`: layers without an override get the bits that their gradients and the
+            network call for, chosen anew while training; `compression_params` are the reference.
+        grad_scaler: the GradScaler of the training, if any; error feedback follows its changing scale.
+        measure_every: at every so many steps, `report` gets the relative errors anew.
+        model: whose parameters the names are; `from_model` and `attach` give them too.
     """
 
     def __init__(
@@ -109,7 +109,10 @@ class CGXState:
 
     @classmethod
     def from_model(cls, model: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> CGXState:
-        """A state that knows the names of a DDP model's parameters, and its process group if none is given."""
+        """A state that knows the names of a DDP model's parameters, and its process group if none is given.
+
+        All other arguments are those of `CGXState`.
+        """
         if process_group is None:
             process_group = getattr(model, "process_group", None)
         return cls(process_group, *args, model=model, **kwargs)
@@ -303,7 +306,10 @@ class CGXState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there. What does not fit this rank and this number of ranks is dropped, with a warning."""
+        """Go on from what `state_dict` returned, settings included.
+
+        What does not fit this rank and this number of ranks is dropped, with a warning.
+        """
         if version_of(saved) == 1 and isinstance(saved.get("settings"), Mapping):
             before = {**saved["settings"], "adaptive": None}
             saved = {**saved, "version": _VERSION, "settings": before, "adaptive": None}
