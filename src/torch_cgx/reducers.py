@@ -50,16 +50,18 @@ __all__ = [
     "make_reduction",
     "message_slice_nbytes",
     "stable_hash",
+    "usual_slice_nbytes",
 ]
 
 _PREPARED = 1024  # kept a group; a training has a few dozen shapes
 
 # Over messages an operation is cut into about so many slices, which overlap. More of them would leave the link idle for
 # a shorter time at both ends, but each costs four messages and some Python: 64 MB at 10 Gbit/s took 38 ms in 8 slices
-# and 52 in 16, and the same at 1 Gbit/s. Several are under way at once; their payloads must fit into so many fusion
-# buffers' payloads.
+# and 52 in 16, and the same at 1 Gbit/s. A grad bucket of 8 MB in slices of 2 MB costs each rank about 12 ms of processor
+# time a step of 43 MB more than in slices of 4 MB, which a training has no cores to spare for. Several are under way at
+# once; their payloads must fit into so many fusion buffers' payloads.
 _SLICES = 8
-_LEAST_SLICE_NBYTES = 2 << 20
+_SMALL_SLICE_NBYTES, _LEAST_SLICE_NBYTES = 2 << 20, 4 << 20
 _STAGED_FUSION_BUFFERS = 2
 
 # Everybody sends everything to all where this many bytes of values, times the ranks, or fewer are reduced: one message
@@ -378,7 +380,13 @@ class MessageReducer:
 def message_slice_nbytes(nbytes: int, fusion_nbytes: int, topology: Topology) -> int:
     """The most values, in bytes, of one slice of an operation over messages."""
     of_fusion_buffer = _STAGED_FUSION_BUFFERS * fusion_nbytes // staged_slices(topology, AHEAD)
-    return max(1, min(of_fusion_buffer, max(_LEAST_SLICE_NBYTES, -(-nbytes // _SLICES))))
+    return max(1, min(of_fusion_buffer, usual_slice_nbytes(nbytes)))
+
+
+def usual_slice_nbytes(nbytes: int) -> int:
+    """Where memory does not matter: two slices of what is small, so that they overlap at all, then larger ones."""
+    half, share = -(-nbytes // 2), -(-nbytes // _SLICES)
+    return max(_SMALL_SLICE_NBYTES, min(_LEAST_SLICE_NBYTES, half), share)
 
 
 @lru_cache(maxsize=256)

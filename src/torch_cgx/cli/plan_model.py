@@ -21,6 +21,7 @@ from math import ceil, log2
 from torch_cgx.executors.simulate import Costs, Size, Speeds, Timing, Wire
 from torch_cgx.executors.simulate_classes import MOST_NODES, Cluster, simulate_cluster
 from torch_cgx.quantizers import Identity, MaxMin
+from torch_cgx.reducers import usual_slice_nbytes
 
 __all__ = ["CONTESTANTS", "EXACT", "FP16", "Bucket", "Plan", "Prediction", "Site", "Way", "Workload", "ddp_buckets"]
 
@@ -30,9 +31,9 @@ CONTESTANTS = (EXACT, FP16, *(f"{bits} bit{'s' * (bits > 1)}" for bits in range(
 _DDP_NBYTES, _DDP_FIRST_NBYTES = 25 << 20, 1 << 20
 _ITEMSIZE = 4
 
-# Into how many slices an operation is cut, and the least a slice has: as cgx does it over messages (reducers.py) and on
-# CUDA tensors (cuda/reducer.py), and as Gloo and NCCL do it, who send a part while they add up the one before.
-_SLICES = {"cpu": (8, 2 << 20), "gpu": (4, 16 << 20)}
+# Into how many slices an operation is cut, and the least a slice has: as cgx does it on CUDA tensors (cuda/reducer.py),
+# and as Gloo and NCCL do it, who send a part while they add up the one before.
+_GPU_SLICES = (4, 16 << 20)
 _RING_GAINS = 1.05  # times: what a RING has to gain, to be chosen
 _EXACT_SLICES = {"cpu": (2, 1 << 16), "gpu": (4, 1 << 20)}
 
@@ -185,10 +186,14 @@ class Plan:
             costs = self._costs(nodes, way)
         itemsize = 2 if contestant == FP16 else _ITEMSIZE
         quantizer = _quantizer(contestant, site.block)
-        goal, least = (_EXACT_SLICES if way is None else _SLICES)[site.device]
-        if site.device == "cpu" and nodes == 1 and way is not None:
-            goal = 1  # the executor of shared memory runs whole programs
-        slices = max(1, min(goal, round(numel * itemsize / least)))
+        nbytes = numel * itemsize
+        if way is None or site.device == "gpu":
+            goal, least = _GPU_SLICES if way is not None else _EXACT_SLICES[site.device]
+            slices = max(1, min(goal, round(nbytes / least)))
+        elif nodes == 1:
+            slices = 1  # the executor of shared memory runs whole programs
+        else:
+            slices = ceil(nbytes / usual_slice_nbytes(nbytes))
         rounds = site.device == "gpu" and way is not None
         timing = _simulate(cluster, numel, slices, itemsize, quantizer, costs, site.most_nodes, rounds)
         if way is None and site.tree and nodes > 1:

@@ -57,13 +57,13 @@ def compute(
     if isinstance(step, Encode):
         chunk = coded(step.slot)
         out = slots[step.slot] = take(chunk.nbytes)
-        kernels.encode(chunk.pieces, values, out, replace(rounding, stage=0), residual)
+        kernels.encode(chunk.pieces, values, out, rounding.at_stage(0), residual)
     elif isinstance(step, Reduce):
         chunk = coded(step.slot)
         inputs = [slots[slot] for slot in step.inputs]
         out = slots[step.slot] = take(chunk.nbytes)
         scale = operation.scale if step.final else 1.0
-        kernels.reduce(chunk.pieces, values, inputs, out, scale, replace(rounding, stage=1), residual)
+        kernels.reduce(chunk.pieces, values, inputs, out, scale, rounding.at_stage(1), residual)
     elif isinstance(step, Combine):
         inputs = [slots[slot] for slot in step.inputs]
         combine(kernels, coded(step.inputs[0]).pieces, values, inputs, operation.scale)

@@ -20,20 +20,40 @@ class Staging:
         self._kept_nbytes = 0
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
-    @torch.inference_mode(False)  # whoever fills it need not be in the mode that the caller is in
     def take(self, nbytes: int) -> Tensor:
-        room = -(-max(nbytes, 1) // _LEAST_NBYTES) * _LEAST_NBYTES
+        room = _room(nbytes)
         free = self._free[room]
-        if free:
-            self._kept_nbytes -= room
-            return free.pop()[:nbytes]
-        return torch.empty(room, dtype=torch.uint8)[:nbytes]
+        if not free:
+            return _new(room, nbytes)
+        self._kept_nbytes -= room
+        payload = free.pop()
+        return payload if payload.numel() == nbytes else _resized(payload, nbytes)
 
     def give(self, payload: Tensor) -> None:
-        whole = payload.as_strided((payload.untyped_storage().nbytes(),), (1,), 0)
-        if self._kept_nbytes + whole.numel() > self._most_nbytes:
+        """Back what `take` has given; nobody else may hold it."""
+        room = _room(payload.numel())
+        if self._kept_nbytes + room > self._most_nbytes:
             self._free.clear()  # sizes of another time
             self._kept_nbytes = 0
-        if whole.numel() <= self._most_nbytes:
-            self._free[whole.numel()].append(whole)
-            self._kept_nbytes += whole.numel()
+        if room <= self._most_nbytes:
+            self._free[room].append(payload)
+            self._kept_nbytes += room
+
+
+def _room(nbytes: int) -> int:
+    """What is allocated for so many bytes."""
+    return -(-max(nbytes, 1) // _LEAST_NBYTES) * _LEAST_NBYTES
+
+
+# Whoever fills a payload need not be in the mode that the caller is in.
+
+
+@torch.inference_mode(False)
+def _new(room: int, nbytes: int) -> Tensor:
+    return torch.empty(room, dtype=torch.uint8)[:nbytes]
+
+
+@torch.inference_mode(False)
+def _resized(payload: Tensor, nbytes: int) -> Tensor:
+    """The same memory, which is of the same room."""
+    return payload.as_strided((nbytes,), (1,), 0)

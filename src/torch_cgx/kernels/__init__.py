@@ -8,7 +8,7 @@ and payloads, nothing of ranks, slots or transports.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class Rounding:
     op: int = 0  # the operation's number in its group, so that each step draws anew
     rank: int = 0  # without it, errors would be correlated across ranks and not average out
     stage: int = 0  # 0: a rank's contribution, 1: the sum
+
+    def at_stage(self, stage: int) -> Rounding:
+        return replace(self, stage=stage) if self.stochastic else self
 
 
 NEAREST = Rounding()

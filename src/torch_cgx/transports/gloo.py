@@ -14,9 +14,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, empty, uint8
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -66,12 +66,21 @@ class _Watchers:
                 self._idle += 1
 
 
+class _What(NamedTuple):
+    """A message, as errors tell of it."""
+
+    sends: bool
+    peer: int
+    tag: int
+    nbytes: int
+
+
 class _Message:
-    def __init__(self, transport: GlooTransport, work: Any, payload: Tensor, what: str, watchers: _Watchers) -> None:
+    def __init__(self, transport: GlooTransport, work: Any, payload: Tensor, what: _What, watchers: _Watchers) -> None:
         self._transport = transport
         self._work = work
         self._payload = payload  # Gloo works on its memory
-        self._what = what
+        self._what = what  # told in words only where it fails
         self._watchers = watchers
         self._watched: threading.Event | None = None
         self._ended = False
@@ -110,8 +119,8 @@ class _Message:
         # After one message's time-out, which closes all connections, the others say "Application timeout".
         kind = CGXTimeoutError if "imed out" in str(error) or "timeout" in str(error) else PeerLostError
         ours = kind(
-            f"{self._what}: gave up after {waited_s:.1f} s. Look at that rank's output, then restart all ranks. "
-            f"Gloo says: {error}"
+            f"{self._transport.in_words(self._what)}: gave up after {waited_s:.1f} s. Look at that rank's output, "
+            f"then restart all ranks. Gloo says: {error}"
         )
         ours.__cause__ = error
         return ours
@@ -135,12 +144,16 @@ class GlooTransport:
         self._lock = threading.Lock()
 
     def send(self, payload: Tensor, peer: int, tag: int) -> Pending:
-        what = f"could not send message {tag} of {payload.numel()} bytes to rank {self._global_ranks[peer]}"
-        return self._start(lambda: self._towards(self._rank, peer).send([payload], peer, tag), payload, what)
+        return self._start(payload, _What(True, peer, tag, payload.numel()))
 
     def receive(self, payload: Tensor, peer: int, tag: int) -> Pending:
-        what = f"waited for message {tag} of {payload.numel()} bytes from rank {self._global_ranks[peer]}"
-        return self._start(lambda: self._towards(peer, self._rank).recv([payload], peer, tag), payload, what)
+        return self._start(payload, _What(False, peer, tag, payload.numel()))
+
+    def in_words(self, what: _What) -> str:
+        message = f"message {what.tag} of {what.nbytes} bytes"
+        peer = self._global_ranks[what.peer]
+        done = f"could not send {message} to rank {peer}" if what.sends else f"waited for {message} from rank {peer}"
+        return f"rank {self._me} {done}"
 
     def close(self) -> None:
         if os.getpid() != self._pid:  # a forked child has no threads and must not touch connections
@@ -158,18 +171,19 @@ class GlooTransport:
             hang_up(downward)
         self._watchers.close()  # connections close with the last reference to their group
 
-    def _towards(self, sender: int, receiver: int) -> Any:
-        return self._upward if sender < receiver else self._downward
-
-    def _start(self, start: Callable[[], Any], payload: Tensor, what: str) -> Pending:
-        what = f"rank {self._me} {what}"
+    def _start(self, payload: Tensor, what: _What) -> Pending:
+        upward = (self._rank < what.peer) == what.sends
         with self._lock:
             if self._closed:
-                raise CGXError(f"{what}: the group has been destroyed")
+                raise CGXError(f"{self.in_words(what)}: the group has been destroyed")
+            group = self._upward if upward else self._downward
             try:
-                work = start()
+                start = group.send if what.sends else group.recv
+                work = start([payload], what.peer, what.tag)
             except RuntimeError as error:  # the connection is gone already
-                raise PeerLostError(f"{what}: {error}. Look at that rank's output, then restart all ranks.") from error
+                raise PeerLostError(
+                    f"{self.in_words(what)}: {error}. Look at that rank's output, then restart all ranks."
+                ) from error
             message = _Message(self, work, payload, what, self._watchers)
             self._messages.add(message)
         return message
