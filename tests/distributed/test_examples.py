@@ -106,7 +106,7 @@ def test_gpt_train_compresses_on_gloo_with_error_feedback(tmp_path: Path) -> Non
 
 def test_bert_train_learns_to_guess_hidden_characters(tmp_path: Path) -> None:
     data = write_text(tmp_path / "text.txt")
-    settings = ["--epochs", "8", "--bits", "4", "--embedding-bits", "8"]
+    settings = ["--epochs", "24", "--bits", "4", "--embedding-bits", "8"]
     result = launch(TORCHRUN, "bert_train.py", tmp_path, "--data", data, *GPT, *settings)
     assert_learns(result, 0.95)
     assert_compressed(result, 5)

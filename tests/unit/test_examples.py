@@ -325,3 +325,16 @@ def test_differences_are_drawn_in_units_of_what_is_allowed(tmp_path: Path, monke
     # A point less of accuracy is half of what is allowed; 0.01 nats less are a third of it, and better.
     expected = [-1 / 2 if accuracy.TASKS[name.split(",")[0]].sign > 0 else 1 / 3 for name in names]
     assert middles == pytest.approx(expected)
+
+
+def test_of_unfinished_runs_what_is_whole_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = made_up_runs(0.0)
+    del runs[accuracy.key("vgg", "exact", 4)], runs[accuracy.key("bert", "adaptive", 0)]
+    accuracy.store(runs, tmp_path / "it.json")
+    monkeypatch.setattr(sys, "argv", ["accuracy", "--stored", "--json", str(tmp_path / "it.json")])
+    assert accuracy.main() == 0
+    rows = {tuple(line.split(" | ")[:2]) for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
+    assert ("| bert (loss, nats)", "4 bits") in rows and ("| vit (accuracy, %)", "adaptive") in rows
+    assert ("| bert (loss, nats)", "adaptive") not in rows and ("| vgg (accuracy, %)", "4 bits") not in rows
