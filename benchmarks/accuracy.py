@@ -194,7 +194,7 @@ def stored(runs: Runs, tasks: dict[str, Task], seeds: int) -> dict[str, Task]:
         settings = [
             setting for setting in task.settings if all(is_done(runs, name, setting, seed) for seed in range(seeds))
         ]
-        if EXACT in settings:
+        if EXACT in settings and len(settings) > 1:
             whole[name] = replace(task, settings=tuple(settings))
     return whole
 
