@@ -89,7 +89,8 @@ faults: $(STAMP)
 
 # What is in its JSON file already is not run again: remove that file to begin anew, which takes an hour on two cores.
 accuracy: $(STAMP)
-	$(BIN)/python benchmarks/accuracy.py --data $(ACCURACY_DATA) --json $(RESULTS)/accuracy.json
+	$(BIN)/python benchmarks/accuracy.py --data $(ACCURACY_DATA) --json $(RESULTS)/accuracy.json \
+		--doc docs/benchmarks.md --plot docs/accuracy.png
 
 soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES) --json $(RESULTS)/soak.json

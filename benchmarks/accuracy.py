@@ -1,16 +1,17 @@
 """Does training on compressed gradients end where exact training ends? Paired runs of the examples, on two ranks.
 
-    python benchmarks/accuracy.py --data ../shared/data
+    python benchmarks/accuracy.py --data ../shared/data --doc docs/benchmarks.md --plot docs/accuracy.png
 
-Runs examples/cifar_train.py (the small ResNet) and examples/gpt_train.py with each seed exactly, at 4 bits (the GPT
-also with its embeddings at 8), with adaptive bits, and at 2 bits with and without error feedback. Runs of one
-seed have the same weights at the start, the same data in the same order, and differ in compression alone, so
-differences are taken seed by seed.
+Runs examples/cifar_train.py (a small ResNet, VGG and ViT), gpt_train.py and bert_train.py with each seed exactly, at 4
+bits and with adaptive bits; the ResNet and the GPT also at 2 bits with and without error feedback, the GPT also at 4
+bits with its embeddings at 8. Runs of one seed have the same weights at the start, the same data in the same order, and
+differ in compression alone, so differences are taken seed by seed.
 Prints a table in markdown: mean, mean difference to exact, and its 95 % confidence interval (Student's t, n - 1 degrees
-of freedom).
+of freedom). `--doc` writes it into a page, between its markers; `--plot` draws the differences.
 
 Each run is stored in the JSON file as soon as it is done, and is not repeated while its command line stays the same.
-On two cores a run takes about a minute. The folder of `--data` holds cifar10_subset.npz and tinyshakespeare.txt.
+On two quiet cores a run takes half a minute to a minute. The folder of `--data` holds cifar10_subset.npz and
+tinyshakespeare.txt; the ViT's digits come with the package scikit-learn.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -45,23 +46,24 @@ SETTINGS: dict[str, list[str]] = {
 }
 GOALS = ("4 bits", "adaptive", "4 bits, embeddings 8")
 WITH_EMBEDDINGS = "4 bits, embeddings 8"  # for models that have some
+FEW = (EXACT, "4 bits", "adaptive")
+DIGITS = "digits"  # not a file: the example finds them in the package scikit-learn
 
 
 @dataclass(frozen=True)
 class Task:
     script: str
-    data: str  # in the folder of --data
+    data: str  # in the folder of --data, or DIGITS
     figure: str  # of the example's JSON
     unit: str
     scale: float  # what a figure is multiplied by for the table
     sign: int  # 1: more is better
     allowed: float  # the bad end of the interval at 4 bits must be closer than this, in units
     arguments: str
-    has_embeddings: bool = False
+    settings: tuple[str, ...] = FEW
 
-    @property
-    def settings(self) -> list[str]:
-        return [setting for setting in SETTINGS if self.has_embeddings or setting != WITH_EMBEDDINGS]
+    def path(self, folder: Path) -> Path:
+        return Path(DIGITS) if self.data == DIGITS else folder / self.data
 
 
 # An average of the weights and a learning rate that falls to 0 make the end of a training much less noisy.
@@ -76,6 +78,27 @@ TASKS = {
         1,
         2.0,
         "--model small --epochs 20 --batch 64 --lr 0.1 --average 0.98",
+        settings=tuple(setting for setting in SETTINGS if setting != WITH_EMBEDDINGS),
+    ),
+    "vgg": Task(
+        "cifar_train.py",
+        "cifar10_subset.npz",
+        "accuracy",
+        "accuracy, %",
+        100,
+        1,
+        2.0,
+        "--model vgg --epochs 8 --batch 32 --lr 0.05 --average 0.98",
+    ),
+    "vit": Task(
+        "cifar_train.py",
+        DIGITS,
+        "accuracy",
+        "accuracy, %",
+        100,
+        1,
+        2.0,
+        "--model vit --patch 2 --no-mirror --optimizer adamw --epochs 24 --batch 32 --lr 3e-3 --average 0.98",
     ),
     "gpt": Task(
         "gpt_train.py",
@@ -86,10 +109,23 @@ TASKS = {
         -1,
         0.03,
         "--epochs 2.2 --batch 16 --lr 3e-3 --context 64 --layers 2 --width 96 --average 0.98",
-        has_embeddings=True,
+        settings=tuple(SETTINGS),
+    ),
+    "bert": Task(
+        "bert_train.py",
+        "tinyshakespeare.txt",
+        "validation_loss",
+        "loss, nats",
+        1,
+        -1,
+        0.03,
+        "--epochs 1.2 --batch 32 --lr 6e-3 --context 32 --layers 2 --width 64 --average 0.98",
     ),
 }
 Runs = dict[str, dict[str, Any]]
+BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
+COLOURS = {"4 bits": "#30638e", "adaptive": "#00798c", "4 bits, embeddings 8": "#7ba7cc"}
+OTHER_COLOUR = "#d1495b"  # of settings that have no goal
 
 
 def main() -> int:
@@ -98,11 +134,16 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help=f"how many, 2 to {len(STUDENT) + 1}")
     parser.add_argument("--only", choices=TASKS, action="append", help="one task; may be given several times")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "accuracy.json")
+    parser.add_argument("--stored", action="store_true", help="run nothing: leave out what the JSON file has not whole")
+    parser.add_argument("--doc", type=Path, help="write the table into this file, between its markers")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the differences; needs matplotlib")
     options = parser.parse_args()
     if not 2 <= options.seeds <= len(STUDENT) + 1:
         parser.error(f"--seeds {options.seeds}: expected 2 to {len(STUDENT) + 1}")
     tasks = {name: task for name, task in TASKS.items() if name in (options.only or TASKS)}
     runs: Runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else {}
+    if options.stored:
+        tasks = stored(runs, tasks, options.seeds)
 
     wanted = [  # those that the goal is about first
         (task, setting, seed)
@@ -112,7 +153,7 @@ def main() -> int:
         if setting in tasks[task].settings
     ]
     missing = [run for run in wanted if not is_done(runs, *run)]
-    files = sorted({options.data / TASKS[task].data for task, _, _ in missing})
+    files = sorted({TASKS[task].path(options.data) for task, _, _ in missing if TASKS[task].data != DIGITS})
     absent = [str(file) for file in files if not file.is_file()]
     if absent:
         print(f"accuracy: not there: {', '.join(absent)}; --data names the folder that has them", file=sys.stderr)
@@ -124,10 +165,12 @@ def main() -> int:
         print(f"{number} of {len(missing)}: {done}", file=sys.stderr, flush=True)
         runs[key(task, setting, seed)] = result
         store(runs, options.json)
-    print(table(runs, tasks, options.seeds))
-    for name, task in tasks.items():
-        for setting in [setting for setting in task.settings if setting in GOALS]:
-            print(verdict(f"{name} at {setting}", task, differences(runs, name, setting, options.seeds)))
+    text = f"{table(runs, tasks, options.seeds)}\n\n{verdicts(runs, tasks, options.seeds)}"
+    print(text)
+    if options.doc:
+        write_doc(options.doc, text)
+    if options.plot:
+        draw(runs, tasks, options.seeds, options.plot)
     return 0
 
 
@@ -144,6 +187,18 @@ def is_done(runs: Runs, task: str, setting: str, seed: int) -> bool:
     return stored is not None and stored["arguments"] == arguments_of(task, setting, seed)
 
 
+def stored(runs: Runs, tasks: dict[str, Task], seeds: int) -> dict[str, Task]:
+    """What can be told without another run: settings of which there are all seeds, beside exact ones."""
+    whole = {}
+    for name, task in tasks.items():
+        settings = [
+            setting for setting in task.settings if all(is_done(runs, name, setting, seed) for seed in range(seeds))
+        ]
+        if EXACT in settings and len(settings) > 1:
+            whole[name] = replace(task, settings=tuple(settings))
+    return whole
+
+
 def run(task: str, setting: str, seed: int, data: Path) -> dict[str, Any]:
     """One training under torchrun; what rank 0 reports, with the losses thinned out."""
     arguments = arguments_of(task, setting, seed)
@@ -155,7 +210,7 @@ def run(task: str, setting: str, seed: int, data: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-        command += [str(HERE.parent / "examples" / TASKS[task].script), "--data", str(data / TASKS[task].data)]
+        command += [str(HERE.parent / "examples" / TASKS[task].script), "--data", str(TASKS[task].path(data))]
         command += ["--json", str(output), *arguments]
         finished = subprocess.run(
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
@@ -218,14 +273,58 @@ def table(runs: Runs, tasks: dict[str, Task], seeds: int) -> str:
     return "\n".join(rows)
 
 
+def verdicts(runs: Runs, tasks: dict[str, Task], seeds: int) -> str:
+    return "\n".join(
+        f"- {verdict(f'{name} at {setting}', task, differences(runs, name, setting, seeds))}"
+        for name, task in tasks.items()
+        for setting in task.settings
+        if setting in GOALS
+    )
+
+
 def verdict(name: str, task: Task, values: Sequence[float]) -> str:
     """Whether the interval reaches zero or better, and its bad end is not too bad."""
     bad, good = sorted(task.sign * end for end in interval(values))
     met = good >= 0 and bad > -task.allowed
     return (
         f"goal for {name}: zero or better within the interval, its bad end closer than {task.allowed:g}: "
-        f"{'met' if met else 'NOT met'}"
+        f"{'met' if met else '**NOT met**'}"
     )
+
+
+def write_doc(path: Path, text: str) -> None:
+    page = path.read_text()
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path}: expected the markers {BEGIN} and {END}, between which the table goes")
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+
+
+def draw(runs: Runs, tasks: dict[str, Task], seeds: int, path: Path) -> None:
+    """Differences to exact with their intervals, in units of what is allowed, better to the right."""
+    from matplotlib.figure import Figure
+
+    rows = [(name, setting) for name, task in tasks.items() for setting in task.settings if setting != EXACT]
+    figure = Figure(figsize=(8, 0.9 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    worst = 0.0
+    for row, (name, setting) in enumerate(rows):
+        task = tasks[name]
+        bad, good = sorted(task.sign * end / task.allowed for end in interval(differences(runs, name, setting, seeds)))
+        middle, colour = (bad + good) / 2, COLOURS.get(setting, OTHER_COLOUR)
+        axes.errorbar([middle], [row], xerr=[[middle - bad], [good - middle]], fmt="o", capsize=3, color=colour)
+        worst = min(worst, bad)
+    axes.axvline(0.0, color="black", linewidth=1, label="exact")
+    axes.axvline(-1.0, color="#edae49", linewidth=2, linestyle="--", label="the goal's bound")
+    axes.set_xlim(1.08 * min(worst, -1.2), 1.2)
+    axes.set_yticks(range(len(rows)), [f"{name}, {setting}" for name, setting in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("1 = 2 points of accuracy, or 0.03 nats; right is better")
+    axes.grid(True, axis="x", alpha=0.3)
+    axes.legend(loc="upper left")
+    axes.set_title(f"Difference to exact training: mean of {seeds} seeds, 95 % interval", fontsize=11)
+    figure.savefig(path, dpi=130, format="png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads CIFAR-10: the standard python batches, an .npz, or the official archive from the network."""
+"""Reads CIFAR-10: the standard python batches, an .npz, or the official archive; or scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ FOLDER = "cifar-10-batches-py"
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+DIGITS = Path("digits")
 MEAN, SPREAD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 class Cifar(NamedTuple):
-    """Images uint8 (n, 3, 32, 32), labels int64 (n,)."""
+    """Images uint8 (n, 3, 32, 32), the digits (n, 3, 8, 8), labels int64 (n,)."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -32,20 +33,22 @@ class Cifar(NamedTuple):
 
 
 def load(path: Path) -> Cifar:
-    """From an .npz with the four arrays, the folder cifar-10-batches-py, or a folder that holds it."""
+    """From an .npz with the four arrays, the folder cifar-10-batches-py, or a folder that holds it; or `digits`."""
     if path.is_file():
         return load_npz(path)
+    if path == DIGITS and not path.exists():
+        return load_digits()
     for folder in (path, path / FOLDER):
         if (folder / "data_batch_1").is_file():
             return load_batches(folder)
     raise FileNotFoundError(
         f"{path}: expected an .npz with {', '.join(ARRAYS)}, or the folder {FOLDER} with data_batch_1 to 5 and "
-        "test_batch; where there is a network, --download fetches it"
+        f"test_batch; where there is a network, --download fetches it; `{DIGITS}` are scikit-learn's"
     )
 
 
 def load_npz(path: Path) -> Cifar:
-    """Images as (n, 32, 32, 3)."""
+    """Images as (n, height, width, 3)."""
     with np.load(path) as arrays:
         missing = [name for name in ARRAYS if name not in arrays]
         if missing:
@@ -71,6 +74,17 @@ def load_batches(folder: Path) -> Cifar:
     return Cifar(torch.cat(images), torch.cat(labels), *load_batch("test_batch"))
 
 
+def load_digits() -> Cifar:
+    """1,797 grey images of 8 x 8, as the package scikit-learn has them; the last third is for tests."""
+    from sklearn.datasets import load_digits as load_from_package
+
+    digits = load_from_package()
+    images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8)[:, None].repeat(1, 3, 1, 1)
+    labels = torch.from_numpy(digits.target).long()
+    begin = len(images) * 2 // 3
+    return Cifar(images[:begin], labels[:begin], images[begin:], labels[begin:])
+
+
 def download(path: Path, address: str = ADDRESS, md5: str = MD5) -> None:
     """Fetch the official archive and unpack it in `path`, unless it is there. Nothing is left where it fails."""
     if (path / FOLDER).is_dir():
@@ -92,14 +106,16 @@ def normalized(images: Tensor) -> Tensor:
     return (images / 255 - mean) / spread
 
 
-def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image moved by up to 4 pixels, with black where it was not, and half of them mirrored."""
-    count = len(images)
-    padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
-    rows = torch.randint(9, (count, 1), generator=generator) + torch.arange(32)
-    columns = torch.randint(9, (count, 1), generator=generator) + torch.arange(32)
-    mirror = torch.rand(count, 1, generator=generator) < 0.5
-    columns = torch.where(mirror, columns.flip(1), columns)
+def augmented(images: Tensor, generator: torch.Generator, mirror: bool = True) -> Tensor:
+    """Each image moved by up to an eighth of it, with black where it was not, and, where wanted, half mirrored."""
+    count, size = len(images), images.shape[-1]
+    reach = size // 8
+    padded = torch.nn.functional.pad(images, (reach, reach, reach, reach))
+    rows = torch.randint(2 * reach + 1, (count, 1), generator=generator) + torch.arange(size)
+    columns = torch.randint(2 * reach + 1, (count, 1), generator=generator) + torch.arange(size)
+    if mirror:
+        mirrored = torch.rand(count, 1, generator=generator) < 0.5
+        columns = torch.where(mirrored, columns.flip(1), columns)
     image = torch.arange(count).view(-1, 1, 1, 1)
     channel = torch.arange(3).view(1, -1, 1, 1)
     return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]

@@ -8,9 +8,13 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    """Attention and a perceptron; where `causal`, tokens see those before them alone."""
+
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        if width % heads:
+            raise ValueError(f"expected a width that the heads divide, got width {width} and {heads} heads")
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -24,7 +28,7 @@ class Block(nn.Module):
         query, key, value = (
             part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.attention_in(x).split(width, 2)
         )
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return self.attention_out(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -33,8 +37,6 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"expected a width that the heads divide, got width {width} and {heads} heads")
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))

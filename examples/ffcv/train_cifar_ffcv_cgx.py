@@ -39,6 +39,8 @@ from cifar_train import cifar_flags, train
 class Betons:
     """Batches from .beton files. What FFCV yields is its own memory, and is overwritten some batches later."""
 
+    size = 32
+
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
         for path in (options.train_beton, options.test_beton):
@@ -46,7 +48,7 @@ class Betons:
                 raise FileNotFoundError(f"{path}: write_datasets.py, with the same --config-file, writes it")
         # FFCV gives torch as many threads as it has itself; so it is told to have as many as torch.
         self.threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        augment = [RandomTranslate(padding=4), RandomHorizontalFlip()]
+        augment = [RandomTranslate(padding=4), *([RandomHorizontalFlip()] if options.mirror else [])]
         self.loader = Loader(
             str(options.train_beton),
             batch_size=options.batch,

@@ -72,6 +72,25 @@ def test_cifar_train_compresses_on_cgx(tmp_path: Path) -> None:
     assert result["accuracy"] > 0.3
 
 
+def test_a_vit_learns_the_digits_of_scikit_learn(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    settings = ["--model", "vit", "--patch", "2", "--no-mirror", "--optimizer", "adamw", "--lr", "3e-3"]
+    result = launch(TORCHRUN, "cifar_train.py", tmp_path, "--data", "digits", *settings, "--epochs", "3", "--adaptive")
+    assert len(result["losses"]) == 27  # batches of 64 on two ranks, of two thirds of 1,797 images
+    assert_learns(result, 0.95)
+    assert_compressed(result, 5)
+
+
+@pytest.mark.matrix
+def test_a_vgg_compresses_on_gloo(tmp_path: Path) -> None:
+    data = write_images(tmp_path / "images.npz")
+    settings = ["--model", "vgg", "--epochs", "4", "--batch", "16", "--lr", "0.05", "--backend", "gloo"]
+    result = launch(TORCHRUN, "cifar_train.py", tmp_path, "--data", data, *settings)
+    assert_learns(result, 0.7)
+    assert_compressed(result, 6)
+    assert result["accuracy"] > 0.3
+
+
 GPT = ["--context", "32", "--layers", "1", "--width", "64", "--batch", "8", "--lr", "5e-3"]
 
 
@@ -83,6 +102,15 @@ def test_gpt_train_compresses_on_gloo_with_error_feedback(tmp_path: Path) -> Non
     assert_learns(result, 0.8)
     assert_compressed(result, 10)
     assert result["validation_loss"] < np.log(27)  # which is what not knowing anything costs
+
+
+def test_bert_train_learns_to_guess_hidden_characters(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "text.txt")
+    settings = ["--epochs", "24", "--bits", "4", "--embedding-bits", "8"]
+    result = launch(TORCHRUN, "bert_train.py", tmp_path, "--data", data, *GPT, *settings)
+    assert_learns(result, 0.95)
+    assert_compressed(result, 5)
+    assert result["validation_loss"] < np.log(27)
 
 
 @pytest.mark.matrix

@@ -131,6 +131,34 @@ def test_augmentation_moves_and_mirrors_whole_images() -> None:
     assert seen <= possible and len(seen) > 100
 
 
+def test_augmentation_moves_small_images_less_and_leaves_mirroring_away() -> None:
+    image = torch.arange(1, 3 * 8 * 8 + 1, dtype=torch.int32).view(1, 3, 8, 8)
+    padded = torch.nn.functional.pad(image[0], (1, 1, 1, 1))
+    possible = {
+        padded[:, row : row + 8, column : column + 8].numpy().tobytes() for row in range(3) for column in range(3)
+    }
+    out = cifar_data.augmented(image.repeat(200, 1, 1, 1), torch.Generator().manual_seed(0), mirror=False)
+    assert {one.numpy().tobytes() for one in out} == possible
+
+
+def test_digits_are_those_of_scikit_learn_unless_a_folder_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    monkeypatch.chdir(tmp_path)
+    digits = cifar_data.load(Path("digits"))
+    images = torch.cat((digits.train_images, digits.test_images))
+    official = datasets.load_digits()
+    assert images.shape == (1797, 3, 8, 8) and images.dtype == torch.uint8 and len(digits.test_images) == 599
+    assert torch.equal(
+        (images / (255 / 16)).round().double(), torch.from_numpy(official.images)[:, None].expand_as(images)
+    )
+    assert torch.cat((digits.train_labels, digits.test_labels)).tolist() == official.target.tolist()
+    Path("digits").mkdir()
+    with pytest.raises(FileNotFoundError, match="data_batch_1"):
+        cifar_data.load(Path("digits"))
+
+
 CONTEXT = "The tower, built in 1759, had twenty-four candles. Its keeper trimmed them every half hour."
 
 
@@ -272,3 +300,41 @@ def test_runs_that_are_stored_are_not_repeated_unless_their_arguments_changed(
     assert accuracy.main() == 1
     error = capsys.readouterr().err
     assert "tinyshakespeare.txt" in error and "cifar" not in error and "--data" in error
+
+
+def test_the_table_is_written_between_its_markers_and_nowhere_else(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{accuracy.BEGIN}\nold\n{accuracy.END}\nafter\n")
+    accuracy.write_doc(page, "new")
+    assert page.read_text() == f"before\n{accuracy.BEGIN}\nnew\n{accuracy.END}\nafter\n"
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="accuracy: begin"):
+        accuracy.write_doc(page, "new")
+    assert page.read_text() == "no markers"
+
+
+def test_differences_are_drawn_in_units_of_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    accuracy.draw(made_up_runs(-0.01), accuracy.TASKS, 5, tmp_path / "it.png")
+    (axes,) = drawn[0].axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names[:2] == ["cifar, 4 bits", "cifar, adaptive"] and "bert, adaptive" in names
+    middles = [container.lines[0].get_xdata()[0] for container in axes.containers]
+    # A point less of accuracy is half of what is allowed; 0.01 nats less are a third of it, and better.
+    expected = [-1 / 2 if accuracy.TASKS[name.split(",")[0]].sign > 0 else 1 / 3 for name in names]
+    assert middles == pytest.approx(expected)
+
+
+def test_of_unfinished_runs_what_is_whole_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = made_up_runs(0.0)
+    del runs[accuracy.key("vgg", "exact", 4)], runs[accuracy.key("bert", "adaptive", 0)]
+    accuracy.store(runs, tmp_path / "it.json")
+    monkeypatch.setattr(sys, "argv", ["accuracy", "--stored", "--json", str(tmp_path / "it.json")])
+    assert accuracy.main() == 0
+    rows = {tuple(line.split(" | ")[:2]) for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
+    assert ("| bert (loss, nats)", "4 bits") in rows and ("| vit (accuracy, %)", "adaptive") in rows
+    assert ("| bert (loss, nats)", "adaptive") not in rows and ("| vgg (accuracy, %)", "4 bits") not in rows
