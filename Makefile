@@ -4,8 +4,9 @@
 #   make test      lint, then the tests
 #   make matrix    what CI runs besides: the Triton kernels for every target, type and width; FFCV, which has to be built
 #   make lint      formatting, lint and types
-#   make bench     time the allreduce against gloo, and the kernels against memcpy and other quantizers; watch its memory;
-#                  what bits that choose themselves save (ACCURACY_DATA: the folder of data)
+#   make bench     time the allreduce against gloo, the kernels against memcpy and other quantizers, whole trainings against
+#                  gloo, fp16 and PowerSGD; watch memory; what bits that choose themselves save; hold `cgx plan` against it
+#                  all; plots and tables of docs/benchmarks.md. Hours, and as root (ACCURACY_DATA: the folder of data)
 #   make faults    every fault on every transport, and on gloo: the table of docs/reliability.md
 #   make accuracy  train with and without compression, five seeds each, and compare (ACCURACY_DATA: the folder of data)
 #   make soak      20 minutes of mixed load, every result checked, and watched for what grows (SOAK_MINUTES)
@@ -78,6 +79,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/adaptive_speed.py --json $(RESULTS)/adaptive-speed.json
 	$(BIN)/python benchmarks/adaptive_cost.py --json $(RESULTS)/adaptive-cost.json
 	$(BIN)/python benchmarks/memory.py --json $(RESULTS)/memory.json
+	$(BIN)/cgx bench train --model gpt --nodes 2 --rate 1gbit --against gloo,fp16,powersgd --bits 4,adaptive --batch 8 \
+		--bucket-mb 36 --rounds 14 --steps 3 --data $(ACCURACY_DATA)/tinyshakespeare.txt --json $(RESULTS)/speedup.json
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/plan_validation.py --doc docs/plan.md
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check pypiquant
 	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --simd all --json $(RESULTS)/kernels-all-levels.json

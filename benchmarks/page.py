@@ -120,8 +120,27 @@ def speedup_text(run: Run) -> str:
             format_markdown(header, rows),
             "",
             measured_when(run),
+            "",
+            *other_buckets(),
         ]
     )
+
+
+def other_buckets() -> Iterator[str]:
+    """Shares of the same training with DDP's own grad buckets, where that was measured."""
+    path = RESULTS / "speedup-default-buckets.json"
+    if path.exists():
+        run = json.loads(path.read_text())
+        shares = [
+            f"{names_of(cell['contestant'])} {100 * cell['ideal_share']:.0f} %"
+            for cell in run["cells"]
+            if cell["contestant"] != IDEAL
+        ]
+        yield (
+            "Grad buckets matter: small ones let exact communication begin sooner. With DDP's default (1 MB, then 25), "
+            f"batch {run['settings']['batch']} and an ideal step of {format_seconds(cell_of(run, IDEAL)['median_s'])}, "
+            f"another run had these shares of ideal: {'; '.join(shares)}."
+        )
 
 
 def scaling_text(models: Mapping[str, Runs]) -> str:

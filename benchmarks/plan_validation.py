@@ -2,7 +2,7 @@
 
     python benchmarks/plan_validation.py [FILE.json ...] [--doc docs/plan.md]
 
-Without files, all allreduce and train runs between nodes in benchmarks/results. Nothing is fitted to a row that is
+Without files, all runs between nodes in benchmarks/results and its folder train. Nothing is fitted to a row that is
 judged. The machine's constants come from the kernels' own benchmark (KERNELS) and from one run (CALIBRATION): one
 allreduce of 64 MB at 10 Gbit/s, where processors and not links are the limit. Two numbers are fitted to its two rows:
 what a byte costs a processor at each end, to Gloo's own all_reduce; and what a message costs it, to ours over Gloo.
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, help="of `cgx bench allreduce` or `train`, between nodes")
     parser.add_argument("--doc", type=Path, help="write the tables into this file, between its markers")
     options = parser.parse_args()
-    files = options.files or sorted([*RESULTS.glob("nodes-*.json"), *RESULTS.glob("train-*.json")])
+    files = options.files or sorted([*RESULTS.glob("nodes-*.json"), *RESULTS.glob("train/*.json")])
     tables = {MEASURED: measured_table(files), PUBLISHED: published_table()}
     for (begin, end), table in tables.items():
         print(table, end="\n\n")

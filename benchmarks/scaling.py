@@ -22,8 +22,8 @@ RATES = ("100mbit", "1gbit", "10gbit")
 NODES = (2, 3, 4)
 CONTESTANTS = ["--against", "gloo,fp16,powersgd", "--bits", "8,4,2,adaptive"]
 BATCH = {"gpt": 4, "resnet": 4, "vit": 4, "mlp": 64}
-ROUNDS = {"100mbit": 3, "1gbit": 6, "10gbit": 6}
-STEPS = {"100mbit": 1, "1gbit": 2, "10gbit": 2}
+ROUNDS = {"100mbit": 2, "1gbit": 5, "10gbit": 5}
+STEPS = {"100mbit": 1, "1gbit": 1, "10gbit": 1}
 LIMIT_S = 1800
 
 

@@ -243,7 +243,7 @@ class Kind:
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(model.parameters(), 3e-4, betas=(0.9, 0.95), fused=True)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
