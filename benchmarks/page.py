@@ -175,8 +175,20 @@ def model_text(model: str, runs: Runs) -> Iterator[str]:
         for rate, nodes in places
         if nodes == 2
     ]
-    yield "Loss on what was held out, when all had trained for the same time:"
-    yield format_markdown(["link", "nodes", "after", *map(names_of, names)], losses)
+    if all(learns(cell) for run in runs.values() for cell in run["cells"]):
+        yield "Loss on what was held out, when all had trained for the same time:"
+        yield format_markdown(["link", "nodes", "after", *map(names_of, names)], losses)
+    else:
+        yield (
+            "Losses are not compared: in so few steps this training, batch norms and momentum, is unsteady for all "
+            "contestants."
+        )
+
+
+def learns(cell: Mapping[str, Any]) -> bool:
+    """Whether it was better than at the start, all the time."""
+    curve = [loss for _, loss in cell["loss"]]
+    return all(loss < curve[0] for loss in curve[1:])
 
 
 def format_loss(cell: Mapping[str, Any]) -> str:
