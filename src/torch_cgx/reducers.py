@@ -57,9 +57,9 @@ _PREPARED = 1024  # kept a group; a training has a few dozen shapes
 
 # Over messages an operation is cut into about so many slices, which overlap. More of them would leave the link idle for
 # a shorter time at both ends, but each costs four messages and some Python: 64 MB at 10 Gbit/s took 38 ms in 8 slices
-# and 52 in 16, and the same at 1 Gbit/s. Grad buckets of 8 MB, 43 MB in all, took each rank about 12 ms more of processor
-# time in slices of 2 MB than in slices of 4, and a training has no cores to spare. Several slices are under way at once;
-# their payloads must fit into so many fusion buffers' payloads.
+# and 52 in 16, and the same at 1 Gbit/s. Grad buckets of 8 MB, 43 MB in all, took each rank about 12 ms more of its
+# processor in slices of 2 MB than in slices of 4, and a training has no cores to spare. Several slices are under way at
+# once; their payloads must fit into so many fusion buffers' payloads.
 _SLICES = 8
 _SMALL_SLICE_NBYTES, _LEAST_SLICE_NBYTES = 2 << 20, 4 << 20
 _STAGED_FUSION_BUFFERS = 2

@@ -4,7 +4,7 @@ One schema for every benchmark; fields are only ever added within a version:
 
     schema          "cgx-bench"
     schema_version  1
-    kind            "allreduce", told here; "kernels", whose cells are told in kernel_report.py; "train": train_report.py
+    kind            "allreduce", told here; "kernels", told in kernel_report.py; or "train", told in train_report.py
     date            start of the run, ISO 8601, UTC
     command         the arguments after `cgx`
     machine         cpu, cores (that the run may use), os, python, torch, torch_cgx, native (library), simd
