@@ -86,7 +86,8 @@ def in_force(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], l
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """A line for every variable that looks like a setting and is none, with the one that may have been meant."""
-    names = sorted(name for name in (os.environ if environ is None else environ) if name.startswith("CGX_"))
+    present = os.environ if environ is None else environ  # their names alone: config.py reads values
+    names = sorted(name for name in present if name.startswith("CGX_"))
     return [_not_known(name) for name in names if name not in _KNOWN]
 
 

@@ -139,7 +139,7 @@ class Trainer:
         if contestant.name == IDEAL:
             return
         model = contestant.model.module
-        model.eval()
+        model.train(False)
         contestant.curve.append((contestant.seconds, float(_loss(model, *self.held_out))))
         model.train()
 
