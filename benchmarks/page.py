@@ -28,6 +28,7 @@ RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 MORE_NODES = (8, 16, 32, 64, 128, 256, 512, 1024)
 PLANNED = {"gloo": "exact", "fp16": "fp16", "cgx-8": "8 bits", "cgx-4": "4 bits", "cgx-2": "2 bits"}
+MOST_COLUMNS = 50
 Run = dict[str, Any]
 Runs = Mapping[tuple[str, int], Run]  # of one model, by rate and nodes
 
@@ -94,7 +95,7 @@ def cell_of(run: Run, name: str) -> dict[str, Any]:
 
 
 def speedup_text(run: Run) -> str:
-    header = ["gradients", "a step", "steps a second", "share of ideal", "exposed", "processor", "sent"]
+    header = ["gradients", "a step", "steps a second", "share of ideal", "exposed", "sent"]
     header += [f"loss after {run['equal_s']:.0f} s"]
     rows = []
     for cell in run["cells"]:
@@ -106,7 +107,6 @@ def speedup_text(run: Run) -> str:
                 f"{cell['steps_per_s']:.2f}",
                 f"{100 * cell['ideal_share']:.0f} %",
                 "" if cell["contestant"] == IDEAL else format_seconds(exposed),
-                format_seconds(cell["processor_s"]),
                 format_nbytes(cell["sent_nbytes"]),
                 "" if loss is None else f"{loss:.3f}",
             ]
@@ -218,8 +218,13 @@ def cost_text(runs: Runs) -> str:
 
 
 def command_of(run: Run) -> str:
-    """As typed, with files by their names alone."""
-    return "    cgx " + " ".join(Path(each).name if "/" in each else each for each in run["command"])
+    """As typed, with files by their names alone, in lines that fit on a page."""
+    lines = [["    cgx"]]
+    for word in (Path(each).name if "/" in each else each for each in run["command"]):
+        if word.startswith("--") and sum(map(len, lines[-1])) > MOST_COLUMNS:
+            lines.append(["       "])
+        lines[-1].append(word)
+    return " \\\n".join(" ".join(line) for line in lines)
 
 
 def measured_when(run: Run) -> str:

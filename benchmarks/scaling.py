@@ -10,6 +10,7 @@ communication; what is compared is each step with the ideal one of the same run.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Case:
     def arguments(self) -> list[str]:
         where = ["--nodes", str(self.nodes), "--rate", self.rate, "--batch", str(BATCH[self.model])]
         turns = ["--rounds", str(ROUNDS[self.rate]), "--steps", str(STEPS[self.rate])]
-        return ["bench", "train", "--model", self.model, *where, *turns, *CONTESTANTS, "--json", str(self.path)]
+        return ["bench", "train", "--model", self.model, *where, *turns, *CONTESTANTS, "--json", os.path.relpath(self.path)]
 
 
 def cases(models: list[str], rates: list[str], nodes: list[int]) -> list[Case]:
