@@ -42,7 +42,17 @@ class Case:
     def arguments(self) -> list[str]:
         where = ["--nodes", str(self.nodes), "--rate", self.rate, "--batch", str(BATCH[self.model])]
         turns = ["--rounds", str(ROUNDS[self.rate]), "--steps", str(STEPS[self.rate])]
-        return ["bench", "train", "--model", self.model, *where, *turns, *CONTESTANTS, "--json", os.path.relpath(self.path)]
+        return [
+            "bench",
+            "train",
+            "--model",
+            self.model,
+            *where,
+            *turns,
+            *CONTESTANTS,
+            "--json",
+            os.path.relpath(self.path),
+        ]
 
 
 def cases(models: list[str], rates: list[str], nodes: list[int]) -> list[Case]:
