@@ -197,8 +197,10 @@ class StandInFuture(torch.futures.Future[Any]):
                 except Exception as error:
                     made.set_exception(error)  # type: ignore[arg-type]
                     return
+                # Before anybody can know that it is done: whoever does may go on at once, on another thread.
+                order = self._device.order
+                order.hold_back(self._device._default, order.record(stream))
                 made.set_result(result)
-            self._device.order.hold_back(self._device._default, made._end)
 
         super().then(run)
         return made
