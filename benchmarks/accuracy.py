@@ -30,6 +30,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from markers import write_between
+
 HERE = Path(__file__).resolve().parent
 WORLD = 2
 LIMIT_S = 1800  # of one run
@@ -168,7 +170,7 @@ def main() -> int:
     text = f"{table(runs, tasks, options.seeds)}\n\n{verdicts(runs, tasks, options.seeds)}"
     print(text)
     if options.doc:
-        write_doc(options.doc, text)
+        write_between(options.doc, BEGIN, END, text)
     if options.plot:
         draw(runs, tasks, options.seeds, options.plot)
     return 0
@@ -290,15 +292,6 @@ def verdict(name: str, task: Task, values: Sequence[float]) -> str:
         f"goal for {name}: zero or better within the interval, its bad end closer than {task.allowed:g}: "
         f"{'met' if met else '**NOT met**'}"
     )
-
-
-def write_doc(path: Path, text: str) -> None:
-    page = path.read_text()
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path}: expected the markers {BEGIN} and {END}, between which the table goes")
-    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
 
 
 def draw(runs: Runs, tasks: dict[str, Task], seeds: int, path: Path) -> None:

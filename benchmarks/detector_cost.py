@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from markers import write_between
+
 NUMEL = 256  # 1 KB
 ROUNDS, TURN = 40, 100
 BEGIN, END = "<!-- detector: begin -->", "<!-- detector: end -->"
@@ -49,9 +51,7 @@ def main() -> int:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     text = report(found)
     if arguments.doc:
-        whole = arguments.doc.read_text()
-        head, _, rest = whole.partition(BEGIN)
-        arguments.doc.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        write_between(arguments.doc, BEGIN, END, text)
     print(text)
     return 0
 

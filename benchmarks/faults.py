@@ -28,6 +28,7 @@ from distributed import fault_runs, harness  # noqa: E402
 from distributed.fault_cases import FAULTS  # noqa: E402
 from distributed.fault_runs import ENDED, shortfalls  # noqa: E402
 from distributed.harness import Outcome  # noqa: E402
+from markers import write_between  # noqa: E402
 from torch_cgx.cli.hosts import HostsUnavailable  # noqa: E402
 
 GROUP_TIMEOUT_S = 5.0
@@ -136,10 +137,7 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def write_doc(path: Path, results: dict[str, Any]) -> None:
-    text = path.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    path.write_text(f"{head}{BEGIN}\n{table(results)}\n{END}{tail}")
+    write_between(path, BEGIN, END, table(results))
 
 
 def main() -> int:

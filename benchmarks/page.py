@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from markers import write_between
 from torch_cgx.cli.plan_inputs import input_of_run, link_rate
 from torch_cgx.cli.plan_model import Plan
 from torch_cgx.cli.plan_sites import make_site
@@ -238,11 +239,7 @@ def measured_when(run: Run) -> str:
 
 def write(page: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name}: begin (python benchmarks/page.py) -->", f"<!-- {name}: end -->"
-    content = page.read_text()
-    if content.count(begin) != 1 or content.count(end) != 1:
-        raise ValueError(f"{page}: expected the markers {begin} and {end}, once each")
-    head, tail = content[: content.index(begin)], content[content.index(end) :]
-    page.write_text(f"{head}{begin}\n{text}\n{tail}")
+    write_between(page, begin, end, text)
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from markers import write_between
 from torch_cgx.cli.plan_inputs import input_of_run, link_rate, workload_of_numbers
 from torch_cgx.cli.plan_model import EXACT, FP16, Bucket, Plan, Site, Way, Workload
 from torch_cgx.cli.plan_sites import ETHERNET, make_site, read_speeds
@@ -256,10 +257,7 @@ def main() -> None:
     for (begin, end), table in tables.items():
         print(table, end="\n\n")
         if options.doc:
-            text = options.doc.read_text()
-            before, rest = text.split(begin)
-            after = rest.split(end)[1]
-            options.doc.write_text(f"{before}{begin}\n{table}\n{end}{after}")
+            write_between(options.doc, begin, end, table)
 
 
 if __name__ == "__main__":

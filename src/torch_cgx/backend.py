@@ -27,6 +27,7 @@ from torch_cgx import _native, membership
 from torch_cgx.allreduces import EXACT, Allreduces, milliseconds
 from torch_cgx.calls import collective_call, options_from
 from torch_cgx.checked import Starter
+from torch_cgx.completions import Completions
 from torch_cgx.config import Settings
 from torch_cgx.cuda import CudaSide, Engine, cuda_engine, cuda_problem, open_side
 from torch_cgx.errors import CGXError, MismatchError
@@ -43,7 +44,7 @@ from torch_cgx.trace_signal import listen
 from torch_cgx.transports.gloo import hang_up
 from torch_cgx.transports.mpi_process import finalises_at_exit
 from torch_cgx.untraced import skip_package
-from torch_cgx.work import CarriedWork, Completions, CompositeWork, DoneWork
+from torch_cgx.work import CarriedWork, CompositeWork, DoneWork
 
 __all__ = ["ProcessGroupCGX", "create", "live_groups"]
 

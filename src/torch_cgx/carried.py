@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_cgx.calls import reduction_name
+from torch_cgx.completions import Completions
 from torch_cgx.tensors import check_in_place, check_input, check_output, first_of, laid_out_like, strides_hash
-from torch_cgx.work import Completions
 
 __all__ = ["CarriedCollectives", "unwaited"]
 

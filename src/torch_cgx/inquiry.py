@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from torch_cgx import _native, errors
 from torch_cgx.answers import parse_answer
 from torch_cgx.calls import alike, call_from, describe, fields_of
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError, PoisonedError
+from torch_cgx.liveness import GONE, place, state_of, who_am_i
 
 __all__ = ["Inquiry", "Report", "find_mismatch", "find_missing", "read_report"]
 
@@ -35,7 +35,6 @@ ANSWER_S = 0.7  # for peers to answer when something has failed: whoever lives l
 ANSWER_CALMLY_S = 2.0  # when somebody only waits
 _ACCUSED_S = 0.3  # for the store to take a failure, before connections are closed
 _POLL_S = 0.01
-_GONE = "is gone"
 _TEXT_CHARS = 2000
 _REPORT_NBYTES = 64 << 10
 _SHARED = (MismatchError, PeerLostError)  # concern every rank as much as the one that saw it first
@@ -142,7 +141,7 @@ class Inquiry:
         self._closing = False
         self._facts: dict[int, dict[str, Any]] = {}  # of peers' processes
         self.failure: CGXError | None = None  # what every call on this group fails with from now on
-        self._store.set(f"who/{rank}", json.dumps(_who()))
+        self._store.set(f"who/{rank}", json.dumps(who_am_i()))
         self._thread = threading.Thread(target=self._run, name=f"cgx-inquiry-{rank}", daemon=True)
         self._thread.start()
 
@@ -281,7 +280,7 @@ class Inquiry:
             number = self._noted
             states = self._states(reports)
             left = any(report.has_left and report.last < number for report in reports.values())
-            if not left and not any(_GONE in state for state in states.values()):
+            if not left and not any(GONE in state for state in states.values()):
                 return
             error = self._diagnosis(PeerLostError, number, reports, states, "")
         first = self._accuse(_Failure(error, self._noted))
@@ -360,8 +359,8 @@ class Inquiry:
                     return ""
                 self._facts[peer] = json.loads(bytes(self._store.get(f"who/{peer}")))
             who = self._facts[peer]
-            if who["place"] == _place():
-                return _process_state(int(who["pid"]), str(who["started"]))
+            if who["place"] == place():
+                return state_of(int(who["pid"]), str(who["started"]))
         return ""
 
 
@@ -370,36 +369,3 @@ def _read_failure(text: bytes, world: int) -> dict[str, Any]:
     if not 0 <= found["rank"] < world:
         raise MismatchError(f"rank {found['rank']} says that it has failed, and the group has {world} ranks")
     return {"rank": found["rank"], "kind": found["kind"], "text": found["text"][:_TEXT_CHARS]}
-
-
-def _who() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"pid": pid, "place": _place(), "started": _stat(pid)[1]}
-
-
-def _place() -> str:
-    """The same for processes that see each other's."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"unknown {os.getpid()}"
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """A process's state, and when it began; empty where there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            words = file.read().rpartition(")")[2].split()
-        return words[0], words[19]
-    except (OSError, IndexError):
-        return "", ""
-
-
-def _process_state(pid: int, started: str) -> str:
-    state, began = _stat(pid)
-    if began != started or state in ("Z", "X"):
-        return f"{_GONE}: its process (pid {pid}) was killed, crashed or ran out of memory"
-    if state in ("T", "t"):
-        return f"does not answer: its process (pid {pid}) is stopped (SIGSTOP, or a debugger)"
-    return ""

@@ -22,19 +22,19 @@ from torch.autograd.graph import increment_version
 from torch_cgx import _native
 from torch_cgx.algorithms import Topology
 from torch_cgx.calls import collective_call
+from torch_cgx.completions import Completions
 from torch_cgx.config import Compression, Settings
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.messages import MessageExecutor
-from torch_cgx.executors.pipeline import AHEAD
-from torch_cgx.executors.schedule import staged_slices
 from torch_cgx.executors.shm import Prepared, SharedGroup, make_plan
+from torch_cgx.executors.slicing import message_slice_nbytes
 from torch_cgx.inquiry import Inquiry
 from torch_cgx.kernels import Rounding
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer, Layout, make_layout
 from torch_cgx.recorder import GroupRecorder, Trail
-from torch_cgx.work import Completions, JobWork, PolledWork, SharedWork
+from torch_cgx.work import JobWork, PolledWork, SharedWork
 
 __all__ = [
     "Counts",
@@ -48,21 +48,10 @@ __all__ = [
     "begin_trail",
     "call_of",
     "make_reduction",
-    "message_slice_nbytes",
     "stable_hash",
-    "usual_slice_nbytes",
 ]
 
 _PREPARED = 1024  # kept a group; a training has a few dozen shapes
-
-# Over messages an operation is cut into about so many slices, which overlap. More of them would leave the link idle for
-# a shorter time at both ends, but each costs four messages and some Python: 64 MB at 10 Gbit/s took 38 ms in 8 slices
-# and 52 in 16, and the same at 1 Gbit/s. Grad buckets of 8 MB, 43 MB in all, took each rank about 12 ms more of its
-# processor in slices of 2 MB than in slices of 4, and a training has no cores to spare. Several slices are under way at
-# once; their payloads must fit into so many fusion buffers' payloads.
-_SLICES = 8
-_SMALL_SLICE_NBYTES, _LEAST_SLICE_NBYTES = 2 << 20, 4 << 20
-_STAGED_FUSION_BUFFERS = 2
 
 # Everybody sends everything to all where this many bytes of values, times the ranks, or fewer are reduced: one message
 # instead of two that wait for each other.
@@ -375,18 +364,6 @@ class MessageReducer:
 
     def close(self) -> None:
         self._executor.close()
-
-
-def message_slice_nbytes(nbytes: int, fusion_nbytes: int, topology: Topology) -> int:
-    """The most values, in bytes, of one slice of an operation over messages."""
-    of_fusion_buffer = _STAGED_FUSION_BUFFERS * fusion_nbytes // staged_slices(topology, AHEAD)
-    return max(1, min(of_fusion_buffer, usual_slice_nbytes(nbytes)))
-
-
-def usual_slice_nbytes(nbytes: int) -> int:
-    """Where memory does not matter: two slices of what is small, so that they overlap at all, then larger ones."""
-    half, share = -(-nbytes // 2), -(-nbytes // _SLICES)
-    return max(_SMALL_SLICE_NBYTES, min(_LEAST_SLICE_NBYTES, half), share)
 
 
 @lru_cache(maxsize=256)

@@ -7,10 +7,11 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from torch_cgx.completions import Completions
 from torch_cgx.executors.cuda import Enqueued
 from torch_cgx.executors.device import Device
 from torch_cgx.executors.jobs import Job
-from torch_cgx.work import Completions, PolledWork
+from torch_cgx.work import PolledWork
 
 __all__ = ["CoalescedWork", "StagedWork", "StreamWork"]
 

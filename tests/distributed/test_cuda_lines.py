@@ -31,11 +31,11 @@ from distributed.test_cuda_ends import leave, told_timeouts  # noqa: F401
 from distributed.test_cuda_groups import coalesced, coalesced_by_nccl, take_turns, without_a_gpu
 from distributed.test_cuda_sharing import sums_over_shared_memory  # noqa: F401
 from torch_cgx.algorithms import Topology
+from torch_cgx.completions import Completions
 from torch_cgx.cuda import exchanges
 from torch_cgx.executors.rounds import rounds_for
 from torch_cgx.layout import Layer
 from torch_cgx.quantizers import MaxMin
-from torch_cgx.work import Completions
 from unit import test_cuda_turns, test_direct_exchange, test_stream_work
 
 PACKAGE = Path(str(torch_cgx.__file__)).parent

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributed.dying import die_after, reduce_until_one_dies
 from distributed.harness import Outcome, Rank, describe, observe_ranks, run_ranks
 
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
@@ -43,24 +43,6 @@ def names(outcome: Outcome, *patterns: str) -> None:
 def soon(outcome: Outcome) -> None:
     assert outcome.after_mark_s is not None
     assert outcome.after_mark_s < SOON_S, f"raised only after {outcome.after_mark_s:.1f} s"
-
-
-def die_after(me: Rank, seconds: float) -> None:
-    def die() -> None:
-        me.mark()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Timer(seconds, die).start()
-
-
-def reduce_until_one_dies(me: Rank, numel: int) -> None:
-    x = torch.ones(numel)
-    dist.all_reduce(x)
-    if me.rank == 2:
-        die_after(me, 0.3)
-    while True:
-        dist.all_reduce(x)
-        x.fill_(1.0)
 
 
 @pytest.mark.parametrize("bits", ["32", "4"])

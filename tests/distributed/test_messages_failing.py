@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 import time
 from datetime import timedelta
 
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import torch_cgx
+from distributed.dying import reduce_until_one_dies
 from distributed.gradients import BITS
 from distributed.harness import Outcome, Rank, describe, observe_ranks, run_ranks
 from distributed.test_without_shared_memory import apart, needs_native
@@ -124,21 +123,6 @@ def test_ranks_that_have_registered_other_layers_raise(nodes: int) -> None:
     rank_env = apart(2) if nodes == 2 else {}
     for outcome in observe_ranks(other_layers, 2, "cgx", env={BITS: "4"}, rank_env=rank_env):
         raised(outcome, "MismatchError")
-
-
-def reduce_until_one_dies(me: Rank) -> None:
-    x = torch.ones(100_000)
-    dist.all_reduce(x)
-
-    def die() -> None:
-        me.mark()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if me.rank == 2:
-        threading.Timer(0.3, die).start()
-    while True:
-        dist.all_reduce(x)
-        x.fill_(1.0)
 
 
 @pytest.mark.alone

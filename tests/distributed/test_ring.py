@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import torch_cgx
+from distributed.dying import reduce_until_one_dies
 from distributed.gradients import BITS, DTYPES, digest, is_exact, noise, within_bound
 from distributed.harness import Rank, describe, observe_ranks, run_ranks
 from torch_cgx.kernels.cpu import available
@@ -91,21 +91,6 @@ def call_differently(me: Rank) -> None:
     dist.all_reduce(noise(me.rank, 100_000))
     me.mark()
     dist.all_reduce(noise(me.rank, 5000 if me.rank == 1 else 5001))
-
-
-def reduce_until_one_dies(me: Rank) -> None:
-    x = torch.ones(100_000)
-    dist.all_reduce(x)
-
-    def die() -> None:
-        me.mark()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if me.rank == 2:
-        threading.Timer(0.3, die).start()
-    while True:
-        dist.all_reduce(x)
-        x.fill_(1.0)
 
 
 @pytest.mark.alone

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from markers import write_between
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -305,11 +307,11 @@ def test_runs_that_are_stored_are_not_repeated_unless_their_arguments_changed(
 def test_the_table_is_written_between_its_markers_and_nowhere_else(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{accuracy.BEGIN}\nold\n{accuracy.END}\nafter\n")
-    accuracy.write_doc(page, "new")
+    write_between(page, accuracy.BEGIN, accuracy.END, "new")
     assert page.read_text() == f"before\n{accuracy.BEGIN}\nnew\n{accuracy.END}\nafter\n"
     page.write_text("no markers")
     with pytest.raises(ValueError, match="accuracy: begin"):
-        accuracy.write_doc(page, "new")
+        write_between(page, accuracy.BEGIN, accuracy.END, "new")
     assert page.read_text() == "no markers"
 
 

@@ -13,6 +13,7 @@ from happens_before import Race
 from ordered_staging import OrderedStagedExchange, OrderedTransport
 from standin import Meeting, NotedKernels, StandInDevice, StandInFuture, Stream
 from torch_cgx.algorithms import Topology
+from torch_cgx.completions import Completions
 from torch_cgx.cuda.side import CudaSide
 from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.cuda import CudaExecutor, Enqueued
@@ -23,7 +24,6 @@ from torch_cgx.layout import Layer, make_layout
 from torch_cgx.quantizers import MaxMin
 from torch_cgx.stream_work import StreamWork
 from torch_cgx.transports import Arrival
-from torch_cgx.work import Completions
 
 CPU = torch.device("cpu")
 NUMEL = 4096

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_cgx import inquiry
+from torch_cgx import liveness
 from torch_cgx.calls import alike, call_from, collective_call, describe, digest, fields_of
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError, PoisonedError
 from torch_cgx.inquiry import Inquiry, Report, find_mismatch, find_missing, read_report
@@ -187,7 +187,12 @@ class DeadStore:
     """As a store whose link is down: nothing comes back."""
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        return lambda *arguments: None if name == "set" else time.sleep(3)
+        def fall_silent(*arguments: object) -> None:
+            if name != "set":
+                time.sleep(3)
+                raise RuntimeError("the store has not answered within 3 s")
+
+        return fall_silent
 
 
 def test_a_store_that_does_not_answer_holds_up_nobody_for_long() -> None:
@@ -201,12 +206,12 @@ def test_a_store_that_does_not_answer_holds_up_nobody_for_long() -> None:
 def test_the_state_of_a_process_is_seen() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        began = inquiry._stat(child.pid)[1]
-        assert inquiry._process_state(child.pid, began) == ""
-        assert "is gone" in inquiry._process_state(child.pid, "another start")
+        began = liveness.stat(child.pid)[1]
+        assert liveness.state_of(child.pid, began) == ""
+        assert "is gone" in liveness.state_of(child.pid, "another start")
         os.kill(child.pid, signal.SIGSTOP)
-        until(lambda: "is stopped" in inquiry._process_state(child.pid, began))
+        until(lambda: "is stopped" in liveness.state_of(child.pid, began))
     finally:
         child.kill()
-        until(lambda: "is gone" in inquiry._process_state(child.pid, began))
+        until(lambda: "is gone" in liveness.state_of(child.pid, began))
         child.wait()

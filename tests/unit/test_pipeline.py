@@ -20,13 +20,13 @@ from torch_cgx.errors import MismatchError
 from torch_cgx.executors import memory
 from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.pipeline import Pipeline
+from torch_cgx.executors.slicing import message_slice_nbytes
 from torch_cgx.executors.staging import Staging
 from torch_cgx.kernels import NEAREST, Rounding
 from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.layout import Layer, Layout, make_layout
 from torch_cgx.program import check
 from torch_cgx.quantizers import Identity, MaxMin
-from torch_cgx.reducers import message_slice_nbytes
 from torch_cgx.transports import TAGS
 
 WAIT_S = 20.0

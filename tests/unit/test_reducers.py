@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from torch_cgx.algorithms import Topology
+from torch_cgx.completions import Completions
 from torch_cgx.config import Compression, Settings
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer
 from torch_cgx.quantizers import Identity, MaxMin
 from torch_cgx.reducers import Counts, Meanings, Place, Request, make_reduction
-from torch_cgx.work import Completions
 
 SLICE = 1 << 20
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from standin import Event, StandInDevice, Stream
+from torch_cgx.completions import Completions
 from torch_cgx.errors import CGXError
 from torch_cgx.executors.cuda import Enqueued
 from torch_cgx.executors.jobs import Job
 from torch_cgx.stream_work import CoalescedWork, StagedWork, StreamWork
-from torch_cgx.work import Completions
 
 WHERE = torch.device("cpu")
 NAMED = ("hold back", "set")

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_cgx.completions import Completions
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError
-from torch_cgx.work import CarriedWork, Completions, CompositeWork, DoneWork
+from torch_cgx.work import CarriedWork, CompositeWork, DoneWork
 
 WHAT = "broadcast (operation 7 of rank 1)"
 LONG_S = 60  # a future that is forgotten is never done

@@ -1,7 +1,7 @@
 """`cgx bench allreduce`: the arguments, the run of the ranks, and what is printed and written.
 
-What the ranks do is in allreduce.py and busy.py, the JSON in report.py, the picture in plot.py, the hosts of
-`--nodes` in hosts.py.
+What the ranks do is in allreduce.py and busy.py, the JSON in report.py, the picture in plot.py, where they run in
+bench_places.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import argparse
 import json
 import os
 import sys
-from contextlib import nullcontext
 from datetime import datetime, timezone
 from typing import Any
 
-from torch_cgx.cli import hosts, registry
-from torch_cgx.cli.registry import CommandFailed, UsageError, command
+from torch_cgx.cli import registry
+from torch_cgx.cli.bench_places import add_place_arguments, format_link, processes_of, run_there
+from torch_cgx.cli.registry import UsageError, command
 
 SETTINGS = ("bits", "bucket_size", "dtype", "device", "sizes", "against", "seconds", "busy")
 """What the ranks are told of the arguments."""
@@ -34,19 +34,7 @@ def against(text: str) -> tuple[str, ...]:
 
 def add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--nproc",
-        type=registry.whole_number(1, 256),
-        metavar="N",
-        help="processes, on this host (2) or on each node (1)",
-    )
-    add(
-        "--nodes",
-        type=registry.whole_number(2, hosts.MAX_NODES),
-        metavar="N",
-        help="run on so many hosts, made of network namespaces for the time; needs root and iproute2",
-    )
-    add("--rate", type=registry.rate, metavar="RATE", help="of each node's link, as in 100mbit, 1gbit (unlimited)")
+    add_place_arguments(parser)
     add("--bits", type=registry.bits, default=4, help="1 to 8 bits a value, or 32 for exact (4)")
     add(
         "--bucket-size",
@@ -63,7 +51,6 @@ def add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE,...",
         help="bytes of the tensor, K = 1024 (64K,4M,25M,64M)",
     )
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are; cuda: a GPU each process (cpu)")
     add("--against", type=against, metavar="BACKEND", help="gloo, nccl, or none (gloo; with --device cuda nccl)")
     add(
         "--seconds",
@@ -94,9 +81,6 @@ def bench_allreduce(options: argparse.Namespace) -> int:
              N nodes needs, 2 (N - 1) / N times the tensor's payload, / median
     """
     from torch_cgx.cli import machine, report
-    from torch_cgx.cli.link import measure_goodput
-    from torch_cgx.cli.processes import RankFailed, run_ranks
-    from torch_cgx.cli.progress import Progress
     from torch_cgx.cli.table import format_nbytes
 
     itemsize = registry.DTYPES[options.dtype]
@@ -106,41 +90,26 @@ def bench_allreduce(options: argparse.Namespace) -> int:
                 f"argument --sizes: {nbytes} is not a multiple of {itemsize}, the bytes of a {options.dtype}"
             )
 
-    if options.rate and not options.nodes:
-        raise UsageError("argument --rate: a rate is of the links between nodes, so it needs --nodes as well")
     if options.device == "cuda":
-        _check_gpus(options)
+        _check_cuda(options)
     if options.against is None:
         options.against = ("nccl",) if options.device == "cuda" else ("gloo",)
-    nproc = options.nproc or (1 if options.nodes else 2)
-    if nproc == 1 and not options.nodes:
-        raise UsageError("argument --nproc: 1 is not allowed: a whole number from 2 to 256, or --nodes as well")
+    nproc = processes_of(options)
 
     settings = {key: getattr(options, key) for key in SETTINGS} | {"nodes": options.nodes or 1}
     load = machine.load()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    link: dict[str, Any] | None = None
-    try:
-        with hosts.Hosts(options.nodes, options.rate) if options.nodes else nullcontext() as made:
-            nodes = made.nodes if made is not None else ()
-            if nodes:
-                there, back = measure_goodput(nodes[0], nodes[1], min(2.0, max(0.5, options.seconds)))
-                link = {"nodes": len(nodes), "rate": options.rate, "goodput_bit_per_s": [there, back]}
-                print(format_link(link), flush=True)
-            with Progress("cgx bench allreduce") as progress:
-                progress.update(0.0, "starting")
-                of_ranks = run_ranks(
-                    "torch_cgx.cli.allreduce:run",
-                    settings,
-                    nproc,
-                    lambda rank, message: progress.update(message["fraction"], format_nbytes(message["nbytes"])),
-                    nodes,
-                )
-    except hosts.HostsUnavailable as error:
-        raise CommandFailed(str(error)) from error
-    except RankFailed as error:
-        sys.stderr.write(error.details)
-        raise CommandFailed(str(error)) from error
+    of_ranks, link = run_there(
+        "cgx bench allreduce",
+        "torch_cgx.cli.allreduce:run",
+        settings,
+        nproc,
+        options,
+        lambda message: format_nbytes(message["nbytes"]),
+        goodput_s=min(2.0, max(0.5, options.seconds)),
+    )
+    if link:
+        print(format_link(link), flush=True)
 
     result: dict[str, Any] = {
         "schema": report.SCHEMA,
@@ -173,20 +142,11 @@ def bench_allreduce(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_gpus(options: argparse.Namespace) -> None:
-    """Nothing that is asked for may need what this host has not; without --nproc, all its GPUs are taken."""
-    from torch_cgx.cli import gpus
-
-    if options.nodes:
-        raise UsageError("argument --device: cuda is not allowed with --nodes, whose hosts share this one's GPUs")
+def _check_cuda(options: argparse.Namespace) -> None:
     if options.busy:
         raise UsageError("argument --busy: it measures how CPU tensors fare; not allowed with --device cuda")
     if options.against and "nccl" not in options.against:
         raise UsageError("argument --against: with --device cuda allowed are nccl and none")
-    count = gpus.all_gpus().count()
-    options.nproc = options.nproc or count
-    if not 2 <= options.nproc <= count:
-        raise UsageError(f"argument --device: cuda needs a GPU for each of 2 or more processes; torch sees {count}")
 
 
 def format_allreduce(result: dict[str, Any]) -> str:
@@ -246,11 +206,6 @@ def format_allreduce(result: dict[str, Any]) -> str:
         if any(cell["clock"] == "callback" for cell in result["busy"]):
             lines.append("clock callback: the Work has no native time stamps; the future's callback waits for the GIL")
     return "\n".join(lines)
-
-
-def format_link(link: dict[str, Any]) -> str:
-    there, back = (f"{bits / 1e6:.0f}" for bits in link["goodput_bit_per_s"])
-    return f"link of {link['rate'] or 'no set rate'}: TCP goodput {there} Mbit/s and, at the same time, {back} back"
 
 
 def format_link_cell(cell: dict[str, Any]) -> list[str]:

@@ -41,7 +41,7 @@ def _lazily(name: str) -> Any:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    positive = _lazily("positive")
+    positive = registry.above_zero()
     add("--params", type=_lazily("count"), metavar="N", help="parameters of the model, as in 25.6M, 335M, 7B")
     add("--from-run", type=Path, metavar="FILE", help="a run of `cgx bench train --json`, with its measured step")
     add("--model", metavar="MODULE:FUNCTION", help="a function that builds the model, whose parameters are counted")

@@ -15,7 +15,7 @@ from typing import Any
 from torch_cgx.cli.plan_model import Bucket, Workload, ddp_buckets
 from torch_cgx.cli.registry import UsageError
 
-__all__ = ["Input", "count", "link_rate", "positive", "read_run", "workload_of_model", "workload_of_numbers"]
+__all__ = ["Input", "count", "link_rate", "read_run", "workload_of_model", "workload_of_numbers"]
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBGT]?)", re.IGNORECASE)
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -39,16 +39,6 @@ def link_rate(text: str) -> float:
     if not 1e6 <= rate <= 1e14:
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate: allowed are 1mbit to 100tbit, as in 100mbit, 32gbit")
     return rate
-
-
-def positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a number above 0, such as 10.4")
-    return number
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from math import ceil, log2
 
 from torch_cgx.executors.simulate import Costs, Size, Speeds, Timing, Wire
 from torch_cgx.executors.simulate_classes import MOST_NODES, Cluster, simulate_cluster
+from torch_cgx.executors.slicing import usual_slice_nbytes
 from torch_cgx.quantizers import Identity, MaxMin
-from torch_cgx.reducers import usual_slice_nbytes
 
 __all__ = ["CONTESTANTS", "EXACT", "FP16", "Bucket", "Plan", "Prediction", "Site", "Way", "Workload", "ddp_buckets"]
 

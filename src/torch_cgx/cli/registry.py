@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,14 +101,25 @@ def rate(text: str) -> str:
     return text
 
 
-def positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a number of seconds above 0, such as 0.5")
-    return seconds
+def above_zero(of: str = "", such_as: str = "10.4", most: float = math.inf) -> Callable[[str], float]:
+    """A type of arguments: a number of something, seconds say."""
+    what = f"a number of {of} above 0" if of else "a number above 0"
+    if math.isfinite(most):
+        what += f", at most {most:g}"
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not 0 < number <= most or math.isinf(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {what}, such as {such_as}")
+        return number
+
+    return parse
+
+
+positive_seconds = above_zero("seconds", "0.5")
 
 
 def output_file(text: str) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_cgx import _native
+from torch_cgx.completions import Completions
 from torch_cgx.cuda.engine import Engine
 from torch_cgx.cuda.exchanges import open_exchange
 from torch_cgx.cuda.reducer import CudaReducer
@@ -23,7 +24,6 @@ from torch_cgx.nodes import topology_of
 from torch_cgx.reducers import Place
 from torch_cgx.stream_work import CoalescedWork
 from torch_cgx.transports.nccl import leave, limit
-from torch_cgx.work import Completions
 
 __all__ = ["CudaSide", "open_side"]
 
