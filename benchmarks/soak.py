@@ -173,14 +173,20 @@ def make_places() -> list[Place]:
 
 
 def warm_up(places: list[Place], own_dice: random.Random) -> list[str]:
-    """Bring every group to the most memory that it keeps: more than a fusion buffer, exact and compressed."""
+    """Bring every group to the most that it keeps: memory, by more than a fusion buffer, exact and compressed; threads.
+
+    The last two orders start those that a group has for futures, and for what Gloo carries.
+    """
     numel = (72 << 20) // 4
-    details: dict[str, Any] = {"kind": "all_reduce", "numel": numel, "dtype": torch.float32, "average": False}
+    orders = (("all_reduce", numel, 32), ("all_reduce", numel, 8), ("coalesced", 1000, 8), ("broadcast", 1000, 32))
+    details: dict[str, Any] = {"dtype": torch.float32, "average": False, "pause": False}
     return [
         problem
         for number, place in enumerate(places)
-        for bits in (32, 8)
-        for problem in make_round([Order(number, place, bits=bits, pause=False, **details)], own_dice, Counter())
+        for kind, count, bits in orders
+        for problem in make_round(
+            [Order(number, place, kind=kind, numel=count, bits=bits, **details)], own_dice, Counter()
+        )
     ]
 
 

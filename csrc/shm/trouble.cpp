@@ -135,10 +135,10 @@ int Group::check_peers(int64_t sequence, bool any) {
   if (status != CGX_OK) return status;
   for (int64_t peer = 0; peer < world_; ++peer) {
     if (peer == rank_) continue;
-    // Who has made the call may have done its part and ended, for all we know.
+    // Who has made the call may have done its part and ended, for all we know; unless a connection was lost (`any`).
     const bool missing = ranks_[peer].noted.load(std::memory_order_acquire) < sequence;
     const bool left = ranks_[peer].life.load(std::memory_order_acquire) == kLeft;
-    if ((missing && left) || ((missing || any) && is_gone(peer)))
+    if ((missing || any) && (left || is_gone(peer)))
       return fail_lost(peer, "operation " + std::to_string(sequence) + ", " + board_.describe(rank_, sequence));
   }
   return CGX_OK;

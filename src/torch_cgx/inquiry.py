@@ -31,9 +31,12 @@ __all__ = ["Inquiry", "Report", "find_mismatch", "find_missing", "read_report"]
 
 KEPT = 32  # calls, of which a rank tells
 LOOK_S = 0.5  # between two looks at whether somebody asks
-ANSWER_S = 0.7  # for peers to answer when something has failed: whoever lives looks within LOOK_S
+# For peers to answer when something has failed: whoever lives looks within LOOK_S, and then needs the processor. Who is
+# known to be gone or stopped is not waited for.
+ANSWER_S = 1.5
 ANSWER_CALMLY_S = 2.0  # when somebody only waits
-_ACCUSED_S = 0.3  # for the store to take a failure, before connections are closed
+_ACCUSED_S = 1.0  # for the store to take a failure, before connections are closed
+_SILENT_S = 0.7  # more, for a store that does not take it
 _POLL_S = 0.01
 _TEXT_CHARS = 2000
 _REPORT_NBYTES = 64 << 10
@@ -171,9 +174,9 @@ class Inquiry:
             failure = _Failure(error, number)
             self._failures.append(failure)
             self._wake.set()
-            failure.accused.wait(_ACCUSED_S)
+            taken = failure.accused.wait(_ACCUSED_S)
             self.hang_up()
-            failure.ended.wait(2 * ANSWER_S)
+            failure.ended.wait(2 * ANSWER_S if taken else _SILENT_S)
         else:
             self.hang_up()
         if self.failure is None:  # the store does not answer
@@ -291,10 +294,14 @@ class Inquiry:
     def _diagnosis(
         self, kind: type[CGXError], number: int, reports: Mapping[int, Report], states: Mapping[int, str], said: str
     ) -> CGXError:
-        """Of an operation that failed here with this kind of error, and these words of the engine's."""
+        """Of an operation that failed here with this kind of error, and these words of the engine's.
+
+        `states` is of those whose reports, if there are any, only tell whether ranks have lost step.
+        """
         found = find_mismatch(reports, self._rank, self._names)
         if found:
             return MismatchError(f"{found}. {_ADVICE[MismatchError]}")
+        reports = {peer: report for peer, report in reports.items() if peer not in states}
         if kind is PeerLostError and self._waits_for_a_call(reports, number):
             kind = CGXTimeoutError  # a connection was closed by one who had waited long enough
         missing = find_missing(reports, number, self._rank, self._names, states) or "all ranks have called it"
@@ -314,7 +321,9 @@ class Inquiry:
         """A peer's failure, as this rank raises it."""
         kind = getattr(errors, str(first["kind"]), CGXError)
         culprit, number = self._names[first["rank"]], self._noted
-        error = self._diagnosis(PeerLostError, number, reports, self._states(reports), f"{culprit} noticed it first")
+        shared = kind if kind in _SHARED else PeerLostError
+        said = f"{culprit} noticed it first" + (f": {first['text']}" if kind is MismatchError else "")
+        error = self._diagnosis(shared, number, reports, self._states(reports), said)
         if kind in _SHARED or isinstance(error, MismatchError):
             return error
         call = reports[self._rank].calls.get(number)
@@ -348,8 +357,14 @@ class Inquiry:
             time.sleep(_POLL_S)
 
     def _states(self, reports: Mapping[int, Report]) -> dict[int, str]:
-        """Of those that did not answer."""
-        return {peer: self._state(peer) for peer in self._peers if peer not in reports}
+        """Of those that did not answer, or have, an earlier question perhaps, and are gone since without a word."""
+        found = {}
+        for peer in self._peers:
+            report = reports.get(peer)
+            state = "" if report is not None and report.has_left else self._state(peer)
+            if report is None or GONE in state:
+                found[peer] = state
+        return found
 
     def _state(self, peer: int) -> str:
         """What is wrong with the process of a peer on this machine; "" if nothing, or if it cannot be seen."""

@@ -124,6 +124,7 @@ def inject(me: Rank, name: str, backend: str, node: Node | None = None) -> None:
     scene = Scene(me, backend, node)
     try:
         if not fault.own_start:
+            me.meet("all are here", 120.0)  # before the group's time-out, which is short, begins
             me.start_group(backend)
             scene.step()
             me.meet("all have a group")

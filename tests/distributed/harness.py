@@ -43,9 +43,11 @@ sys.path.insert(0, sys.argv[1])
 from distributed.nursery import main
 sys.exit(main(int(sys.argv[2])))
 """
-ANSWER_MARGIN_S = 60.0  # importing torch on a loaded machine, forking, killing
+START_S = 300.0  # importing torch on a loaded machine
+ANSWER_MARGIN_S = 60.0  # forking, killing
 TRACE_LINES = 60
 SHARED_MEMORY = "/dev/shm/"
+DELETED = " (deleted)"  # what /proc adds to the names of files that have none any more
 # What tells the processes that this session started, however they were, from all others.
 SESSION = f"TEST_SESSION={uuid.uuid4()}".encode()
 os.environ.update([SESSION.decode().split("=")])
@@ -66,6 +68,10 @@ class Nursery:
             env={**_clean_environ(), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
+        if not self.connection.poll(START_S):
+            self.close()
+            raise RuntimeError(f"the nursery did not start within {START_S:.0f} s")
+        self.connection.recv_bytes()
 
     def run(self, job: Job) -> list[Outcome]:
         self.connection.send_bytes(pickle.dumps(job))
@@ -204,10 +210,13 @@ def _held_by_others() -> set[str]:
         with contextlib.suppress(OSError):
             if int(process.name) == os.getpid() or SESSION in (process / "environ").read_bytes().split(b"\0"):
                 continue
-            held.update(line.partition(SHARED_MEMORY)[2] for line in (process / "maps").read_text().splitlines())
+            held.update(
+                line.partition(SHARED_MEMORY)[2].removesuffix(DELETED)
+                for line in (process / "maps").read_text().splitlines()
+            )
             for file in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    held.add(os.readlink(file).partition(SHARED_MEMORY)[2])
+                    held.add(os.readlink(file).partition(SHARED_MEMORY)[2].removesuffix(DELETED))
     with contextlib.suppress(OSError):
         held.update(entry.name for entry in os.scandir(SHARED_MEMORY) if entry.stat().st_uid != os.getuid())
     return held

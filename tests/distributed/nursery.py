@@ -51,7 +51,7 @@ PRELOADED = (
 )
 STACKS_SIGNAL = signal.SIGUSR1
 POLL_S = 0.004
-STACKS_S = 2.0  # how long a rank may take to write down where it hangs before it is killed
+STACKS_S = 5.0  # how long a rank may take to write down where it hangs before it is killed
 LOG_TAIL_NBYTES = 20_000
 END_S = 30.0  # a rank that is stopped never ends
 
@@ -166,6 +166,7 @@ def main(command_fd: int) -> int:
     gc.collect()
     gc.freeze()
     connection = Connection(command_fd)
+    connection.send_bytes(b"ready")
     try:
         while True:
             try:
@@ -256,6 +257,7 @@ def _live(job: Job, rank: int, store_port: int, scratch: Path) -> int:
         me = Rank(rank, job.world, job.backend, job.group_timeout_s, own, scratch)
         function = _find_function(job)
         if job.backend is not None:
+            me.meet("all are here")  # before the group's time-out, which may be short, begins
             me.start_group()
         result = pickle.dumps(function(me, *job.arguments))
         destroy = job.destroy and dist.is_initialized()

@@ -35,6 +35,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def start(me: Rank, backend: str) -> Any:
     if backend == "standin":
         standin.register()
+    me.meet(f"all can start {backend}")
     me.start_group(backend)
     return dist.group.WORLD
 
@@ -319,7 +320,7 @@ def kernels_fail(me: Rank, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["encode", "decode"])
 def test_a_kernel_that_fails_is_an_error_on_its_rank_and_on_the_others(way: str, kernel: str) -> None:
     first, second = observe_ranks(
-        kernels_fail, 2, None, kernel, env={BITS: "4", **WAYS[way]}, group_timeout_s=3.0, destroy=False
+        kernels_fail, 2, None, kernel, env={BITS: "4", **WAYS[way]}, group_timeout_s=6.0, destroy=False
     )
     raised(second, "CGXError")
     names(second, "an illegal memory access was encountered")

@@ -72,7 +72,7 @@ def leave_after_a_failure(me: Rank) -> str:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_after_a_failure_a_group_can_be_left_and_another_one_works(way: str) -> None:
-    texts = run_ranks(leave_after_a_failure, 2, None, env={BITS: "4", **WAYS[way]}, group_timeout_s=3.0, grace_s=30.0)
+    texts = run_ranks(leave_after_a_failure, 2, None, env={BITS: "4", **WAYS[way]}, group_timeout_s=6.0, grace_s=30.0)
     assert "an illegal memory access was encountered" in texts[1]
 
 

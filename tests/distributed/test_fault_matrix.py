@@ -19,7 +19,8 @@ from distributed.harness import describe
 from torch_cgx.cli.hosts import HostsUnavailable
 from torch_cgx.kernels.cpu import available
 
-GROUP_TIMEOUT_S = 2.5
+GROUP_TIMEOUT_S = 4.0
+SOON_S = 15.0  # a loaded machine shall not fail a test; benchmarks/faults.py is stricter
 LIMIT_S = 45.0
 MPI_LIMIT_S = 150.0  # mpirun, and three interpreters that import torch
 
@@ -74,5 +75,5 @@ def test_all_others_raise_what_is_promised(name: str, transport: str) -> None:
     except HostsUnavailable as reason:
         assert name in LINKS
         pytest.skip(str(reason))
-    found = fault_runs.shortfalls(name, transport, outcomes, GROUP_TIMEOUT_S)
+    found = fault_runs.shortfalls(name, transport, outcomes, GROUP_TIMEOUT_S, SOON_S)
     assert not found, "\n".join([*found, describe(outcomes)])

@@ -21,8 +21,8 @@ from distributed.dying import die_after, reduce_until_one_dies
 from distributed.harness import Outcome, Rank, describe, observe_ranks, run_ranks
 
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
-SOON_S = 5.0  # promised is one second; a loaded machine shall not fail the test
-GROUP_TIMEOUT_S = 2.0
+SOON_S = 15.0  # promised is one second; a loaded machine shall not fail the test
+GROUP_TIMEOUT_S = 4.0
 
 pytestmark = pytest.mark.alone
 

@@ -16,8 +16,8 @@ from distributed.gradients import BITS
 from distributed.harness import Outcome, Rank, describe, observe_ranks, run_ranks
 from distributed.test_without_shared_memory import apart, needs_native
 
-SOON_S = 5.0
-GROUP_TIMEOUT_S = 2.0
+SOON_S = 15.0
+GROUP_TIMEOUT_S = 4.0
 
 
 def raised(outcome: Outcome, *kinds: str) -> None:

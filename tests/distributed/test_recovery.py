@@ -16,7 +16,7 @@ import pytest
 from distributed.launching import clean_environ, finish, free_port, start
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "restart_train.py"
-STEPS, EVERY = 60, 5
+STEPS, EVERY = 120, 5
 PATIENCE_S = 120
 
 
@@ -108,10 +108,11 @@ def test_a_training_goes_on_with_the_processes_that_are_left(
     for is_host in (1, 0, 0):  # without the one that holds the rendezvous, nobody could go on
         command = torchrun(*common, endpoint, f"--rdzv-conf={quick},is_host={is_host}")
         launchers.append(start([*command, *program(tmp_path / "run", text)], environ))
+    lost = launchers[-1]
     try:
         wait_for_workers(launchers, 3)
         wait_for_checkpoint(tmp_path / "run", launchers, past=max(EVERY, last_step(tmp_path / "run")))
-        lost = launchers.pop()
+        launchers.remove(lost)
         for pid in [*workers_of(lost).values(), lost.pid]:
             os.kill(pid, signal.SIGKILL)
         outputs = [finish(each) for each in launchers]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="installed without the n
 
 RING = {"CGX_INNER_REDUCTION_TYPE": "RING", "CGX_CROSS_REDUCTION_TYPE": "RING"}
 LARGE = 1_000_003  # many slices
-SOON_S = 5.0
+SOON_S = 15.0
 
 
 def ring_sums(me: Rank, shared: bool, large: bool) -> list[str]:

@@ -28,7 +28,7 @@ MB = 1 << 20
 SHM = "/dev/shm"
 FILLER = f"{SHM}/filler"
 LARGE = 3_000_003  # 12 MB
-SOON_S = 5.0
+SOON_S = 15.0
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="installed without the native library"),

@@ -20,7 +20,7 @@ from torch_cgx.cli import main
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 OVER_MESSAGES = {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO", BITS: "4"}
 WAYS = [pytest.param({}, id="shared memory"), pytest.param(OVER_MESSAGES, id="messages")]
-GROUP_TIMEOUT_S = 3.0
+GROUP_TIMEOUT_S = 5.0
 PATIENCE_S = 50.0
 CULPRIT = 2
 

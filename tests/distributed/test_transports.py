@@ -42,7 +42,7 @@ def over_mpi(library: str) -> tuple[int, str, frozenset[str]]:
         output = finish(process)
         for name in left_in_shared_memory(before, patience_s=0.0):
             if name.startswith("mpich_"):  # which MPICH leaves behind whenever a job does not end well
-                Path("/dev/shm", name).unlink()
+                Path("/dev/shm", name).unlink(missing_ok=True)
         return process.returncode, output, frozenset(os.listdir(folder))
 
 

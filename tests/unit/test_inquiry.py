@@ -112,6 +112,7 @@ def make() -> Iterator[Make]:
     yield make_one
     for one in made:
         one.close()
+        one._thread.join(30)
     assert not any(thread.name.startswith("cgx-inquiry") for thread in threading.enumerate())
 
 
@@ -181,6 +182,26 @@ def test_an_abort_reaches_the_others(make: Make) -> None:
     ranks[2].close(CGXError("rank 6 called abort()"))
     until(lambda: all(one.failure is not None for one in ranks[:2]))
     assert "rank 6 called abort()" in str(ranks[0].failure)
+
+
+def test_who_hears_of_lost_step_raises_that_even_where_the_other_call_is_not_known_yet(make: Make) -> None:
+    one = make(0)
+    one.note(SUM)
+    first = {"rank": 1, "kind": "MismatchError", "text": "ranks have lost step at operation 1"}
+    error = one._echo(first, {0: one._mine()})
+    assert isinstance(error, MismatchError) and "rank 5 noticed it first: ranks have lost step" in str(error)
+
+
+def test_one_that_has_answered_before_it_died_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make(0)
+    one.note(SUM)
+    monkeypatch.setattr(one, "_state", lambda peer: liveness.GONE if peer == 1 else "")
+    reports = {rank: Report({1: SUM}) for rank in range(3)}
+    assert one._states(reports) == {1: liveness.GONE}
+    error = one._diagnosis(PeerLostError, 1, reports, one._states(reports), "")
+    assert isinstance(error, PeerLostError) and f"rank 5 {liveness.GONE}" in str(error) and "rank 6" not in str(error)
+    reports[1] = Report({1: BROADCAST})
+    assert isinstance(one._diagnosis(PeerLostError, 1, reports, one._states(reports), ""), MismatchError)
 
 
 class DeadStore:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_a_segment_for_another_world_is_refused(control: Path) -> None:
 
 
 def test_a_link_to_a_segment_is_refused(control: Path) -> None:
-    link = control.with_name("cgx-" + "0" * 32)
+    link = control.with_name(f"cgx-{uuid.uuid4().hex}")
     link.symlink_to(control)
     try:
         with pytest.raises(SharedMemoryError, match="cannot open the peers' shared memory"):
