@@ -26,6 +26,7 @@ from torch_cgx.cli.train_report import IDEAL, names_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+TITLES = {"gpt": "GPT", "resnet": "ResNet", "vit": "ViT", "mlp": "MLP"}
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 MORE_NODES = (8, 16, 32, 64, 128, 256, 512, 1024)
 PLANNED = {"gloo": "exact", "fp16": "fp16", "cgx-8": "8 bits", "cgx-4": "4 bits", "cgx-2": "2 bits"}
@@ -77,7 +78,7 @@ def draw_scaling(runs: Runs, path: Path) -> None:
                 panel.plot(MORE_NODES, predicted, linestyle="--", **style)
         panel.axhline(100, color=colour_of(IDEAL), linewidth=1)
         panel.set_xscale("log", base=2)
-        ticks = (1, 2, 3, 8, 32, 128, 1024)
+        ticks = (1, 2, 4, 8, 32, 128, 1024)
         panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         panel.set_title(RATES[rate], fontsize=10)
         panel.set_xlabel("nodes: measured; 8 and more predicted (dashed)")
@@ -87,7 +88,7 @@ def draw_scaling(runs: Runs, path: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
     model = runs[rates[0], 2]["model"]
-    figure.suptitle(f"{model['name'].upper()}, {model['parameters'] / 1e6:.1f} million parameters", fontsize=11)
+    figure.suptitle(f"{TITLES[model['name']]}, {model['parameters'] / 1e6:.1f} million parameters", fontsize=11)
     figure.savefig(path, dpi=120, format="png")
 
 
@@ -151,7 +152,7 @@ def scaling_text(models: Mapping[str, Runs]) -> str:
 def model_text(model: str, runs: Runs) -> Iterator[str]:
     first = next(iter(runs.values()))
     names = [cell["contestant"] for cell in first["cells"] if cell["contestant"] != IDEAL]
-    yield f"### {model.upper()}"
+    yield f"### {TITLES[model]}"
     yield f"![share of ideal scaling by nodes](scaling-{model}.png)"
     yield f"    python benchmarks/scaling.py --models {model} && python benchmarks/page.py"
     places = sorted(runs, key=lambda place: (list(RATES).index(place[0]), place[1]))

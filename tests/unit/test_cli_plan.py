@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from torch_cgx.cli import main
-from torch_cgx.cli.plan_inputs import count, link_rate
+from torch_cgx.cli.plan_inputs import count, input_of_run, link_rate
 from torch_cgx.cli.plan_model import CONTESTANTS, EXACT, FP16, Bucket, Plan, Site, Way, Workload, ddp_buckets
 from torch_cgx.cli.plan_sites import GPUS, gpu_speeds, make_site, read_speeds
 from torch_cgx.executors.simulate import Speeds, Wire
@@ -267,7 +267,8 @@ def test_calibration_meets_the_run_that_it_is_made_on() -> None:
 
 def test_validation_predicts_the_contestants_of_a_training_that_plan_knows(tmp_path: Path) -> None:
     names = ["ideal", "gloo", "fp16", "powersgd", "cgx-8", "cgx-1", "cgx-32", "adaptive"]
-    run = json.loads(run_file(tmp_path, cells=[{"contestant": name, "median_s": 0.5} for name in names]).read_text())
+    cells = [{"contestant": name, "median_s": 0.5, "processor_s": 0.3} for name in names]
+    run = json.loads(run_file(tmp_path, cells=cells).read_text())
     module = validation()
     rows = {title: predicted for title, predicted, _ in module.train_rows(run, "train", module.Constants(1e-9, 5e-4))}
     assert list(rows) == [f"step of gpt, {name}" for name in ("gloo", "fp16", "cgx-8", "cgx-1")]
@@ -275,3 +276,16 @@ def test_validation_predicts_the_contestants_of_a_training_that_plan_knows(tmp_p
     # 25 MB at 1 Gbit/s are 0.21 s at least; of the last 4 MB, 35 ms at least come after backward and its 0.3 s.
     assert gloo > fp16 > eight > one > 0.33
     assert gloo > 0.1 + 0.02 + 0.21 + 0.03
+
+    run["settings"]["nodes"] = 4  # on two cores, each step takes twice the processor's time
+    crowded = module.in_step(module.input_of_run(run).workload, run)
+    assert crowded.ideal_s == pytest.approx(0.6)
+    assert crowded.buckets[-1].ready_s / crowded.backward_s == pytest.approx(1.0)
+
+
+def test_grad_buckets_are_ready_when_backward_ends_even_if_a_slow_step_was_noted(tmp_path: Path) -> None:
+    run = json.loads(run_file(tmp_path).read_text())
+    for bucket in run["buckets"]:
+        bucket["ready_s"] *= 10
+    ready = [bucket.ready_s for bucket in input_of_run(run).workload.buckets]
+    assert ready == pytest.approx([0.02, 0.15, 0.2])

@@ -97,7 +97,7 @@ def bench_allreduce(options: argparse.Namespace) -> int:
     nproc = processes_of(options)
 
     settings = {key: getattr(options, key) for key in SETTINGS} | {"nodes": options.nodes or 1}
-    load = machine.load()
+    load, busy_cores = machine.load(), machine.busy_cores()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     of_ranks, link = run_there(
         "cgx bench allreduce",
@@ -119,6 +119,7 @@ def bench_allreduce(options: argparse.Namespace) -> int:
         "command": sys.argv[1:],
         "machine": machine.facts(),
         "load": load,
+        "busy_cores": busy_cores,
         "settings": {
             "nproc": nproc,
             **settings,
@@ -151,7 +152,7 @@ def _check_cuda(options: argparse.Namespace) -> None:
 
 def format_allreduce(result: dict[str, Any]) -> str:
     from torch_cgx.cli.plot import settings_text, where_text
-    from torch_cgx.cli.report import QUIET_LOAD
+    from torch_cgx.cli.report import caution
     from torch_cgx.cli.table import format_nbytes, format_ratio, format_seconds, format_table
 
     settings, machine = result["settings"], result["machine"]
@@ -181,8 +182,7 @@ def format_allreduce(result: dict[str, Any]) -> str:
             left=2,
         ),
     ]
-    if result["load"] > QUIET_LOAD:
-        lines.append(f"caution: load average {result['load']:.1f} at the start, so other work shares in these times")
+    lines += caution(result)
     if result["busy"]:
         lines += [
             "",

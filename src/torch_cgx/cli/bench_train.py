@@ -106,7 +106,7 @@ def bench_train(options: argparse.Namespace) -> int:
         "device": options.device,
         "nodes": options.nodes or 1,
     }
-    load = machine.load()
+    load, busy_cores = machine.load(), machine.busy_cores()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     of_ranks, link = run_there(
         "cgx bench train", "torch_cgx.cli.train:run", settings, nproc, options, lambda message: str(message["stage"])
@@ -119,6 +119,7 @@ def bench_train(options: argparse.Namespace) -> int:
         command=sys.argv[1:],
         machine=dict(machine.facts()),
         load=load,
+        busy_cores=busy_cores,
         settings={"nproc": nproc, **settings, "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "1")},
         link=link,
     )

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_cgx.cli.report import QUIET_LOAD, Cell, quantile
+from torch_cgx.cli.report import Cell, caution, quantile
 from torch_cgx.cli.table import format_bits, format_markdown, format_nbytes, format_ratio, format_seconds, format_table
 
 OPERATIONS = ("quantize", "dequantize", "dequantize-add", "reduce", "quantize-stochastic", "quantize-residual")
@@ -125,8 +125,7 @@ def format_kernels(result: dict[str, Any], *, markdown: bool = False) -> str:
         *(f"peer {name}: {version}" for name, version in result["peers"].items()),
         *(f"without {name}: {reason}" for name, reason in result["missing"].items()),
     ]
-    if result["load"] > QUIET_LOAD:
-        lines.append(f"caution: load average {result['load']:.1f} at the start, so other work shares in these times")
+    lines += caution(result)
     form = format_markdown if markdown else format_table
     for table in (*_width_tables(result), *_layer_tables(result), *_goal_tables(result)):
         title = f"**{table.title}**\n" if markdown else table.title

@@ -173,7 +173,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         if name in missing:
             raise UsageError(f"argument --against: {name} is {missing[name]}")
     peers = options.against if options.against is not None else tuple(name for name in PEERS if name not in missing)
-    load = machine.load()
+    load, busy_cores = machine.load(), machine.busy_cores()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with _one_thread(), Progress("cgx bench kernels") as progress:
         cells, layers = _run(options, levels, peers, progress)
@@ -186,6 +186,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "command": sys.argv[1:],
         "machine": machine.facts(),
         "load": load,
+        "busy_cores": busy_cores,
         "settings": {
             **{key: getattr(options, key) for key in keys},
             "simd": list(dict.fromkeys(level.simd for level in levels)),

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import TypedDict
 
 SHARED_MEMORY = Path("/dev/shm")
+STAT = Path("/proc/stat")
 
 
 class Machine(TypedDict):
@@ -61,6 +63,22 @@ def cores() -> int:
 def load() -> float:
     """Processes that wanted to run in the last minute, on average."""
     return os.getloadavg()[0]
+
+
+def busy_cores(seconds: float = 0.5) -> float | None:
+    """How many cores work right now, for whomever, this host's neighbours included; None where Linux does not say."""
+    try:
+        before, start = _busy_s(), time.monotonic()
+        time.sleep(seconds)
+        return (_busy_s() - before) / (time.monotonic() - start)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _busy_s() -> float:
+    """Seconds of all cores together, since the start of the host, in which they were not idle."""
+    user, nice, system, _idle, _waiting, irq, soft, stolen = map(int, STAT.read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def native_facts() -> tuple[bool, str | None]:

@@ -98,8 +98,11 @@ def read_run(path: Path) -> Input:
 
 def input_of_run(run: dict[str, Any]) -> Input:
     phases, settings, link = run["phases"], run["settings"], run["link"]
-    buckets = tuple(Bucket(int(each["numel"]), float(each["ready_s"])) for each in run["buckets"])
     forward_s, backward_s, optimizer_s = (float(phases[f"{name}_s"]) for name in ("forward", "backward", "optimizer"))
+    # Older files have them of one step, which may have been slower than most.
+    last_s = max((float(each["ready_s"]) for each in run["buckets"]), default=0.0)
+    slower = max(1.0, last_s / backward_s) if backward_s > 0 else 1.0
+    buckets = tuple(Bucket(int(each["numel"]), float(each["ready_s"]) / slower) for each in run["buckets"])
     workload = Workload(forward_s, backward_s, optimizer_s, buckets)
     if not buckets or workload.ideal_s <= 0:
         raise ValueError("no grad buckets, or a step of no time")

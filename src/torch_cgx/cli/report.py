@@ -8,7 +8,9 @@ One schema for every benchmark; fields are only ever added within a version:
     date            start of the run, ISO 8601, UTC
     command         the arguments after `cgx`
     machine         cpu, cores (that the run may use), os, python, torch, torch_cgx, native (library), simd
-    load            load average of the minute before the start; a quiet machine has less than 0.5
+    load            load average of the minute before the start, which a run just before raises too
+    busy_cores      how many worked in the half second before the start; a quiet machine has less than 0.5 of them;
+                    null where it is not known, absent in older files
     settings        nproc (on each node), nodes, bits, bucket_size, dtype, device, sizes, against, seconds, busy,
                     omp_num_threads
     link            null on one host; with --nodes:
@@ -52,6 +54,17 @@ SCHEMA_VERSION = 1
 QUIET_LOAD = 0.5
 
 Cell = dict[str, Any]
+
+
+def caution(result: dict[str, Any]) -> list[str]:
+    """A line where the machine had other work when the run began."""
+    busy = result.get("busy_cores")
+    if busy is not None:
+        what = f"{busy:.1f} cores were busy"
+    else:
+        busy = result["load"]
+        what = f"load average {busy:.1f}"
+    return [f"caution: {what} at the start, so other work shares in these times"] if busy > QUIET_LOAD else []
 
 
 def quantile(samples: Sequence[float], share: float) -> float:

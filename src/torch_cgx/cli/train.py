@@ -67,6 +67,11 @@ class Phases:
     forward: list[float]
     backward: list[float]
     optimizer: list[float]
+    ready: list[list[float]]  # of every grad bucket, from the start of backward on
+
+    def clear(self) -> None:
+        for each in (self.forward, self.backward, self.optimizer, self.ready):
+            each.clear()
 
 
 class Trainer:
@@ -79,7 +84,7 @@ class Trainer:
         except (OSError, ValueError) as error:
             raise CommandFailed(f"argument --data: {error}") from error
         self.held_out = tuple(self.place.put(part) for part in self.source.held_out())
-        self.phases = Phases([], [], [])
+        self.phases = Phases([], [], [], [])
         backend = "nccl" if plan.device == "cuda" else "gloo"
         self.contestants = [
             enter(name, kind, bucket_size=plan.bucket_size, bucket_mb=plan.bucket_mb, backend=backend, device=device)
@@ -111,7 +116,7 @@ class Trainer:
                 strict=True,
             ):
                 phase.append((end - start) * 1e-9)
-            self.backward_ns = stamps[1]
+            self.phases.ready.append([(handed - stamps[1]) * 1e-9 for handed in contestant.watch.handed_ns])
         seconds = (stamps[-1] - stamps[0]) * 1e-9
         contestant.seconds += seconds
         contestant.steps += 1
@@ -147,16 +152,16 @@ class Trainer:
         return count_link_nbytes(os.environ["GLOO_SOCKET_IFNAME"]) if self.plan.nodes > 1 else (0, 0)
 
     def buckets(self) -> list[Message]:
-        """The ideal contestant's, as its last step had them."""
+        """The ideal contestant's; each ready at the median of all steps since it warmed up."""
         ideal = next(each for each in self.contestants if each.name == IDEAL)
         names = {id(parameter): name for name, parameter in ideal.model.module.named_parameters()}
         return [
             {
                 "numel": sum(parameter.numel() for parameter in parameters),
                 "layers": [names[id(parameter)] for parameter in parameters],
-                "ready_s": (handed_ns - self.backward_ns) * 1e-9,
+                "ready_s": median(ready_s),
             }
-            for parameters, handed_ns in zip(ideal.watch.parameters, ideal.watch.handed_ns, strict=True)
+            for parameters, *ready_s in zip(ideal.watch.parameters, *self.phases.ready, strict=True)
         ]
 
 
@@ -187,8 +192,7 @@ def warm_up(plan: Plan, trainer: Trainer, tell: Callable[[float, str], None]) ->
             trainer.step(contestant)
         dist.barrier()
         trainer.judge(contestant)
-    for phase in (trainer.phases.forward, trainer.phases.backward, trainer.phases.optimizer):
-        phase.clear()
+    trainer.phases.clear()
 
 
 def _result(plan: Plan, trainer: Trainer) -> Message:

@@ -125,8 +125,7 @@ def format_train(result: Mapping[str, Any]) -> str:
     equal = result["equal_s"]
     header += [f"loss at {equal:.0f} s" if equal is not None else "loss"]
     lines += ["", format_table(header, [_row(cell, bool(result["link"])) for cell in result["cells"]])]
-    if result["load"] > report.QUIET_LOAD:
-        lines.append(f"caution: load average {result['load']:.1f} at the start, so other work shares in these times")
+    lines += report.caution(result)
     return "\n".join(lines)
 
 
