@@ -46,7 +46,7 @@ One schema for every benchmark; fields are only ever added within a version:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SCHEMA = "cgx-bench"
@@ -56,7 +56,7 @@ QUIET_LOAD = 0.5
 Cell = dict[str, Any]
 
 
-def caution(result: dict[str, Any]) -> list[str]:
+def caution(result: Mapping[str, Any]) -> list[str]:
     """A line where the machine had other work when the run began."""
     busy = result.get("busy_cores")
     if busy is not None:
