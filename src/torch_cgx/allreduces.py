@@ -290,7 +290,7 @@ def _allreduce_options(given: Any, reduction: Any) -> Any:
     options = c10d.AllreduceOptions()
     options.reduceOp = reduction
     options.timeout = given.timeout
-    if hasattr(given, "asyncOp"):
+    if hasattr(given, "asyncOp") and hasattr(options, "asyncOp"):  # of torch 2.6, only some options have it
         options.asyncOp = given.asyncOp
     return options
 
