@@ -1,6 +1,6 @@
 """Weak scaling: `cgx bench train` for every model, rate and number of nodes, one JSON file each.
 
-    python benchmarks/scaling.py            # as root: it makes its hosts; about an hour on two cores
+    python benchmarks/scaling.py            # as root: it makes its hosts; 36 runs of one to eight minutes on two cores
 
 What is there already is not measured again: remove a file to have it anew. benchmarks/page.py makes plots and tables of
 the files. All nodes share this machine's processors, so a step takes longer the more of them there are, with or without

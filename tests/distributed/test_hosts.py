@@ -52,8 +52,11 @@ def start_maker(*prefix: str) -> subprocess.Popen[str]:
 
 def test_both_directions_carry_what_the_rate_allows(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2, rate="100mbit")
-    for bits in measure_goodput(*hosts.nodes, seconds=1.0):
-        assert 30e6 < bits < 150e6  # without the rate: gigabits
+    for _ in range(3):  # a machine that pauses moves what it measures into another second
+        found = measure_goodput(*hosts.nodes, seconds=1.0)
+        if all(60e6 < bits < 100e6 for bits in found):
+            return
+    pytest.fail(f"expected 60 to 100 Mbit/s both ways in one of three tries, got {found} at last")
 
 
 def test_nodes_reach_each_other_and_nothing_else(make_hosts: MakeHosts) -> None:

@@ -248,18 +248,22 @@ def test_a_node_cut_off_makes_all_ranks_raise_within_the_timeout(world: tuple[in
 def test_bench_measures_the_link_first_and_prints_the_share_of_its_limit(make_hosts: MakeHosts, tmp_path: Path) -> None:
     make_hosts(1, rate="1gbit")
     output = tmp_path / "out.json"
-    done = bench("--nodes", "2", "--rate", "100mbit", "--sizes", "64K", "--json", str(output))
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(output.read_text())
+    for _ in range(3):  # a machine that pauses moves what it measures into another second
+        done = bench("--nodes", "2", "--rate", "100mbit", "--sizes", "64K", "--json", str(output))
+        assert done.returncode == 0, done.stderr
+        report: dict[str, Any] = json.loads(output.read_text())
+        undisturbed = all(60e6 < bits < 100e6 for bits in report["link"]["goodput_bit_per_s"])
+        if undisturbed and all(cell["limit_share"] < 1.25 for cell in report["cells"]):
+            break
     assert (report["settings"]["nodes"], report["settings"]["nproc"]) == (2, 1)
     assert report["link"]["rate"] == "100mbit"
-    assert all(30e6 < bits < 150e6 for bits in report["link"]["goodput_bit_per_s"])
+    assert all(60e6 < bits < 100e6 for bits in report["link"]["goodput_bit_per_s"])
     ours, gloo = report["cells"]
     assert gloo["limit_nbytes"] == 65536
     assert ours["limit_nbytes"] == pytest.approx(ours["check"]["sent_nbytes"], rel=0.01)
     for cell in report["cells"]:
         assert cell["limit_nbytes"] <= cell["link_nbytes"] < 2 * cell["limit_nbytes"]
-        assert 0 < cell["limit_share"] < 2.5
+        assert 0 < cell["limit_share"] < 1.25
     first, *_, last = done.stdout.splitlines()[:-1]
     assert first.startswith("link of 100mbit: TCP goodput ")
     assert "on 2 nodes of 1 process, links of 100mbit" in done.stdout
