@@ -323,13 +323,18 @@ class Inquiry:
         culprit, number = self._names[first["rank"]], self._noted
         shared = kind if kind in _SHARED else PeerLostError
         said = f"{culprit} noticed it first" + (f": {first['text']}" if kind is MismatchError else "")
-        error = self._diagnosis(shared, number, reports, self._states(reports), said)
+        states = self._states(reports)
+        error = self._diagnosis(shared, number, reports, states, said)
         if kind in _SHARED or isinstance(error, MismatchError):
             return error
         call = reports[self._rank].calls.get(number)
         where = f" in operation {number}, {describe(call)}" if call is not None else ""
+        # Who was waited for: the first to give up wrote its words before it knew.
+        heard = {peer: report for peer, report in reports.items() if peer not in states}
+        found = find_missing(heard, number, self._rank, self._names, states) if kind is CGXTimeoutError else ""
+        said = f"{found} ({first['text']})" if found else first["text"]
         return PoisonedError(
-            f"{culprit} failed, and so {self._names[self._rank]} cannot go on{where}: {first['text']}. "
+            f"{culprit} failed, and so {self._names[self._rank]} cannot go on{where}: {said}. "
             "Look at that rank's output for the cause, then restart all ranks."
         )
 

@@ -192,6 +192,30 @@ def test_who_hears_of_lost_step_raises_that_even_where_the_other_call_is_not_kno
     assert isinstance(error, MismatchError) and "rank 5 noticed it first: ranks have lost step" in str(error)
 
 
+def test_who_hears_of_a_time_out_names_the_one_that_was_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to give up wrote only whose message it missed, who may have waited for another as well."""
+    one = make(1)
+    one.note(SUM)
+    first = {"rank": 0, "kind": "CGXTimeoutError", "text": "rank 4 waited for a message from rank 5"}
+    for state, said in (
+        ("does not answer: it is stopped", "rank 6 does not answer: it is stopped"),
+        ("", "rank 6 has"),
+    ):
+        monkeypatch.setattr(one, "_state", lambda peer, state=state: state if peer == 2 else "")
+        others = {} if state else {2: Report({}, age_s=0.0)}
+        error = one._echo(first, {0: Report({1: SUM}), 1: one._mine(), **others})
+        assert isinstance(error, PoisonedError)
+        assert said in str(error) and "(rank 4 waited for a message from rank 5)" in str(error)
+
+
+def test_who_hears_of_another_failure_than_a_time_out_blames_nobody_else(make: Make) -> None:
+    one = make(1)
+    one.note(SUM)
+    first = {"rank": 0, "kind": "CGXError", "text": "no memory"}
+    error = one._echo(first, {0: Report({1: SUM}), 1: one._mine(), 2: Report({})})
+    assert isinstance(error, PoisonedError) and "no memory" in str(error) and "rank 6" not in str(error)
+
+
 def test_one_that_has_answered_before_it_died_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = make(0)
     one.note(SUM)
