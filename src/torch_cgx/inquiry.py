@@ -302,7 +302,7 @@ class Inquiry:
         if found:
             return MismatchError(f"{found}. {_ADVICE[MismatchError]}")
         reports = {peer: report for peer, report in reports.items() if peer not in states}
-        if kind is PeerLostError and self._waits_for_a_call(reports, number):
+        if kind is PeerLostError and self._is_waited_for(reports, states, number):
             kind = CGXTimeoutError  # a connection was closed by one who had waited long enough
         missing = find_missing(reports, number, self._rank, self._names, states) or "all ranks have called it"
         call = reports[self._rank].calls.get(number)
@@ -310,12 +310,17 @@ class Inquiry:
         advice = _ADVICE.get(kind, "Restart all ranks.")
         return kind(f"{self._names[self._rank]} failed in {what}: {missing}. {advice}{f' ({said})' if said else ''}")
 
-    def _waits_for_a_call(self, reports: Mapping[int, Report], number: int) -> bool:
-        """All live and answer, and one has not called what this rank has."""
-        theirs = [reports.get(peer) for peer in self._peers]
-        return all(report is not None and not report.has_left for report in theirs) and any(
-            report.last < number for report in theirs if report is not None
-        )
+    def _is_waited_for(self, reports: Mapping[int, Report], states: Mapping[int, str], number: int) -> bool:
+        """Whether somebody lives who is stopped, or has not called what this rank has; not where one may be dead."""
+        found = False
+        for peer in self._peers:
+            report, state = reports.get(peer), states.get(peer, "")
+            if report is None and (not state or GONE in state):
+                return False
+            if report is not None and report.has_left:
+                return False
+            found = found or report is None or report.last < number
+        return found
 
     def _echo(self, first: Mapping[str, Any], reports: Mapping[int, Report]) -> CGXError:
         """A peer's failure, as this rank raises it."""

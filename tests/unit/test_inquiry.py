@@ -177,6 +177,22 @@ def test_a_connection_that_one_closed_who_waited_long_enough_is_a_time_out(make:
     assert "rank 6 has not called it" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [("is stopped", CGXTimeoutError), (liveness.GONE, PeerLostError), ("", PeerLostError)],
+)
+def test_a_connection_that_was_closed_because_of_a_stopped_rank_is_a_time_out(
+    make: Make, monkeypatch: pytest.MonkeyPatch, state: str, kind: type[CGXError]
+) -> None:
+    """The first whose wait is over closes its connections, and another may see that before its own is."""
+    one = make(0)
+    one.note(SUM)
+    monkeypatch.setattr(one, "_state", lambda peer: state if peer == 2 else "")
+    reports = {0: one._mine(), 1: Report({1: SUM})}
+    error = one._diagnosis(PeerLostError, 1, reports, one._states(reports), "connection closed by peer")
+    assert type(error) is kind and f"rank 6 {state}" in str(error)
+
+
 def test_an_abort_reaches_the_others(make: Make) -> None:
     ranks = [make(rank) for rank in range(3)]
     ranks[2].close(CGXError("rank 6 called abort()"))
