@@ -80,6 +80,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/adaptive_speed.py --json $(RESULTS)/adaptive-speed.json
 	$(BIN)/python benchmarks/adaptive_cost.py --json $(RESULTS)/adaptive-cost.json
 	$(BIN)/python benchmarks/memory.py --json $(RESULTS)/memory.json
+	$(BIN)/python benchmarks/fsdp_speed.py --json $(RESULTS)/fsdp-speed.json
+	$(BIN)/python benchmarks/fsdp_memory.py --json $(RESULTS)/fsdp-memory.json
 	$(BIN)/cgx bench train --model gpt --nodes 2 --rate 1gbit --against gloo,fp16,powersgd --bits 4,adaptive --batch 8 \
 		--bucket-mb 36 --rounds 14 --steps 3 --data $(ACCURACY_DATA)/tinyshakespeare.txt --json $(RESULTS)/speedup.json
 	$(BIN)/python benchmarks/scaling.py
@@ -94,10 +96,12 @@ faults: $(STAMP)
 	$(BIN)/python benchmarks/detector_cost.py --json $(RESULTS)/detector-cost.json --doc docs/reliability.md
 	$(BIN)/python benchmarks/faults.py --json $(RESULTS)/faults.json --doc docs/reliability.md
 
-# What is in its JSON file already is not run again: remove that file to begin anew, which takes an hour on two cores.
+# What is in its JSON file already is not run again: remove that file to begin anew, which takes hours on two cores.
 accuracy: $(STAMP)
 	$(BIN)/python benchmarks/accuracy.py --data $(ACCURACY_DATA) --json $(RESULTS)/accuracy.json \
 		--doc docs/benchmarks.md --plot docs/accuracy.png
+	$(BIN)/python benchmarks/fsdp_accuracy.py --data $(ACCURACY_DATA) --json $(RESULTS)/fsdp-accuracy.json \
+		--doc docs/fsdp.md
 
 soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES) --json $(RESULTS)/soak.json

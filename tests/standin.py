@@ -265,6 +265,11 @@ class NotedKernels:
         with self._launched("reduce", [*used, *payloads], [*used, out, *self._used(pieces, residual)]):
             self._kernels.reduce(pieces, values, payloads, out, scale, rounding, residual)
 
+    def sum(self, pieces: Sequence[Piece], values: Tensor, payloads: Sequence[Tensor], scale: float) -> None:
+        used = self._used(pieces, values)
+        with self._launched("sum", [*used, *payloads], used):
+            self._kernels.sum(pieces, values, payloads, scale)
+
 
 class GlooForNccl(dist.ProcessGroupGloo):  # type: ignore[misc]
     """What NCCL has and Gloo has not: `alltoall` of lists, and averages."""

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 4
+#define CGX_ABI_VERSION 5
 
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3 } cgx_dtype;
 
@@ -79,6 +79,11 @@ CGX_API int cgx_reduce(const cgx_means* means, int dtype, const cgx_piece* piece
                        const uint8_t* const* payloads, int64_t n_payloads, double scale, uint8_t* out,
                        const cgx_rounding* rounding, float* residual);
 
+/* values = (values + payloads[0] + payloads[1] + ...) * scale, added up in float32 (double: in double), rounded once.
+ */
+CGX_API int cgx_sum(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, void* values,
+                    const uint8_t* const* payloads, int64_t n_payloads, double scale);
+
 /* ---- plans: what one rank does in one operation, as tables ---- */
 
 typedef enum cgx_step_kind {
@@ -86,16 +91,17 @@ typedef enum cgx_step_kind {
   CGX_STEP_SEND = 1,
   CGX_STEP_RECEIVE = 2,
   CGX_STEP_REDUCE = 3,
-  CGX_STEP_DECODE = 4
+  CGX_STEP_DECODE = 4,
+  CGX_STEP_SUM = 5
 } cgx_step_kind;
 
 typedef struct cgx_step {
   int64_t kind;
-  int64_t slot;        /* written (encode, reduce), moved (send, receive) or read (decode) */
+  int64_t slot;        /* written (encode, reduce), moved (send, receive) or read (decode); sum: its first input */
   int64_t peer;        /* send and receive */
-  int64_t first_piece; /* encode, reduce, decode */
+  int64_t first_piece; /* encode, reduce, decode; sum: of the share */
   int64_t n_pieces;
-  int64_t first_input; /* reduce: a range of the plan's list of input slots */
+  int64_t first_input; /* reduce, sum: a range of the plan's list of input slots */
   int64_t n_inputs;
   int64_t partial; /* reduce: 1: not all contributions are in, so the sum is not scaled yet */
 } cgx_step;
@@ -151,6 +157,7 @@ typedef struct cgx_submission {
   const cgx_plan* plan;
   void* values;
   float* residual; /* as in cgx_encode and cgx_reduce, or NULL */
+  void* share;     /* what sums are made in; NULL where the plan has none */
   double scale;
   cgx_rounding rounding; /* operation, rank and stage are filled in by the group */
   int64_t timeout_ms;

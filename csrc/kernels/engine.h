@@ -1,9 +1,10 @@
-// Encode, decode and reduce: pieces walk blocks, blocks walk segments, and a segment stays in the first-level cache
-// while it is worked on.
+// Encode, decode, reduce and sum: pieces walk blocks, blocks walk segments, and a segment stays in the first-level
+// cache while it is worked on.
 //   encode: find the block's range, quantize to one level a byte, pack;
 //   decode: unpack to one level a byte, dequantize;
 //   reduce: own values plus each payload into a float32 scratch block, its range found in the last addition; then
-//           encode from there, writing the decoded values back in the same pass.
+//           encode from there, writing the decoded values back in the same pass;
+//   sum:    own values plus each payload into a float32 scratch segment, and from there back.
 // bits.h packs, blocks.h calculates, raw.h does what travels unquantized; this file knows where things are.
 #pragma once
 
@@ -172,6 +173,36 @@ void reduce_blocks(const cgx_piece& piece, const PieceParts& parts, Span span, T
   encoder.finish();
 }
 
+template <class Level, class T>
+inline void store_sum(const float* sum, int64_t n, T* x) {
+  int64_t i = 0;
+  for (; i + Level::kLanes <= n; i += Level::kLanes) Level::store(x + i, Level::load(sum + i));
+  for (; i < n; ++i) from_float(sum[i], x + i);
+}
+
+template <class Level, class T>
+void sum_blocks(const cgx_piece& piece, const PieceParts& parts, Span span, T* values, const SumTask& task,
+                float* sum) {
+  RangeLanes<Level> unused;
+  for_each_block(piece, parts, span, [&](int64_t first, int64_t n, int64_t block) {
+    for_each_segment(n, [&](int64_t i, int64_t count) {
+      T* x = values + first + i;
+      for (int64_t k = 0; k < task.n_payloads; ++k) {
+        const uint8_t* payload = task.payloads[k] + piece.payload;
+        const Header header = read_header(payload, block);
+        const float scale = k + 1 == task.n_payloads ? static_cast<float>(task.scale) : 1.0f;
+        Unpacker<Level> unpacker(piece.bits, payload + parts.levels, parts.levels_nbytes);
+        const uint8_t* levels = unpacker.levels(first + i, count);
+        if (k == 0)
+          accumulate<Level>(levels, count, header, x, scale, sum, unused);
+        else
+          accumulate<Level>(levels, count, header, sum, scale, sum, unused);
+      }
+      store_sum<Level>(sum, count, x);
+    });
+  });
+}
+
 // ---- the functions of a level's table: one part of one piece ----
 
 // The raw values of a span, and the zeros behind the last.
@@ -270,6 +301,22 @@ void reduce(const ReduceTask& task, const cgx_piece& piece, Span span) {
   }
   no_loss(residual, raw);
   clear_padding(out, piece, parts, span, item);
+}
+
+template <class Level, class T>
+void sum(const SumTask& task, const cgx_piece& piece, Span span) {
+  constexpr int64_t item = sizeof(T);
+  const PieceParts parts(piece, item);
+  T* x = static_cast<T*>(task.values) + piece.offset;
+  if constexpr (item <= 4) {
+    if (span.first < parts.quantized)
+      sum_blocks<Level>(piece, parts, span, x, task, cgx_scratch(std::min(kSegment, parts.quantized)));
+  }
+  const RawPart raw(parts, span);
+  if (raw.n > 0) {
+    const int64_t at = piece.payload + parts.tail + (raw.first - parts.quantized) * item;
+    reduce_raw<Level>(x + raw.first, task.payloads, task.n_payloads, at, raw.n, task.scale, nullptr);
+  }
 }
 
 }  // namespace

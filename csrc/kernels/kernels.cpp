@@ -212,3 +212,11 @@ int cgx_reduce(const cgx_means* means, int dtype, const cgx_piece* pieces, int64
   run(kernels->reduce[dtype], task, means->threads, pieces, n_pieces);
   return CGX_OK;
 }
+
+int cgx_sum(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, void* values,
+            const uint8_t* const* payloads, int64_t n_payloads, double scale) {
+  const cgx_kernels* kernels = kernels_of(means->simd);
+  if (!kernels || !valid(dtype, pieces, n_pieces) || n_payloads < 1) return CGX_ERROR_ARGUMENT;
+  run(kernels->sum[dtype], SumTask{values, payloads, n_payloads, scale}, means->threads, pieces, n_pieces);
+  return CGX_OK;
+}

@@ -35,6 +35,13 @@ struct ReduceTask {
   float* residual;  // or null
 };
 
+struct SumTask {
+  void* values;
+  const uint8_t* const* payloads;
+  int64_t n_payloads;
+  double scale;
+};
+
 // Room for so many values, this thread's own until it asks again. Not in the engine, because code of the standard
 // library that was compiled with a level's instructions could end up serving the whole program.
 float* cgx_scratch(int64_t numel);
@@ -44,6 +51,7 @@ struct cgx_kernels {
   void (*encode[4])(const EncodeTask& task, const cgx_piece& piece, Span span);
   void (*decode[4])(const DecodeTask& task, const cgx_piece& piece, Span span);
   void (*reduce[4])(const ReduceTask& task, const cgx_piece& piece, Span span);
+  void (*sum[4])(const SumTask& task, const cgx_piece& piece, Span span);
 };
 
 #define CGX_KERNEL_TABLE(Level)                                                                  \
@@ -51,6 +59,7 @@ struct cgx_kernels {
       {encode<Level, float>, encode<Level, Half>, encode<Level, BFloat>, encode<Level, double>}, \
       {decode<Level, float>, decode<Level, Half>, decode<Level, BFloat>, decode<Level, double>}, \
       {reduce<Level, float>, reduce<Level, Half>, reduce<Level, BFloat>, reduce<Level, double>}, \
+      {sum<Level, float>, sum<Level, Half>, sum<Level, BFloat>, sum<Level, double>},             \
   }
 
 extern const cgx_kernels cgx_scalar_kernels;

@@ -33,7 +33,8 @@ void add_raw(const uint8_t* payload, double* values, int64_t n) {
   for (int64_t i = 0; i < n; ++i) values[i] += read_raw<double>(payload, i);
 }
 
-// values = (values + sum of payloads) * scale, copied to out. `at`: byte offset of the first value in every payload.
+// values = (values + sum of payloads) * scale, copied to out, unless that is null. `at`: byte offset of the first value
+// in every payload.
 template <class Level, class T>
 void reduce_raw(T* values, const uint8_t* const* payloads, int64_t n_payloads, int64_t at, int64_t n, double scale,
                 uint8_t* out) {
@@ -45,13 +46,13 @@ void reduce_raw(T* values, const uint8_t* const* payloads, int64_t n_payloads, i
     for (int64_t k = 0; k < n_payloads; ++k) total = Level::add(total, load_raw<Level, T>(payloads[k] + at, i));
     total = Level::mul(total, scales);
     Level::store(values + i, total);
-    Level::store(reinterpret_cast<T*>(out + i * static_cast<int64_t>(sizeof(T))), total);
+    if (out) Level::store(reinterpret_cast<T*>(out + i * static_cast<int64_t>(sizeof(T))), total);
   }
   for (; i < n; ++i) {
     float total = to_float(values[i]);
     for (int64_t k = 0; k < n_payloads; ++k) total = total + to_float(read_raw<T>(payloads[k] + at, i));
     from_float(total * narrow, values + i);
-    std::memcpy(out + i * static_cast<int64_t>(sizeof(T)), values + i, sizeof(T));
+    if (out) std::memcpy(out + i * static_cast<int64_t>(sizeof(T)), values + i, sizeof(T));
   }
 }
 
@@ -64,8 +65,9 @@ void reduce_raw(double* values, const uint8_t* const* payloads, int64_t n_payloa
     for (int64_t k = 0; k < n_payloads; ++k)
       for (int64_t i = start; i < end; ++i) values[i] += read_raw<double>(payloads[k] + at, i);
     for (int64_t i = start; i < end; ++i) values[i] *= scale;
-    std::memcpy(out + start * static_cast<int64_t>(sizeof(double)), values + start,
-                static_cast<size_t>(end - start) * sizeof(double));
+    if (out)
+      std::memcpy(out + start * static_cast<int64_t>(sizeof(double)), values + start,
+                  static_cast<size_t>(end - start) * sizeof(double));
   }
 }
 

@@ -225,6 +225,13 @@ uint8_t* Group::slot_data(const Operation& op, int64_t slot) const {
   return data_.data() + half + op.what.plan->slots[static_cast<size_t>(slot)].offset;
 }
 
+std::vector<const uint8_t*> Group::input_data(const Operation& op, const cgx_step& step) const {
+  std::vector<const uint8_t*> payloads(static_cast<size_t>(step.n_inputs));
+  for (size_t i = 0; i < payloads.size(); ++i)
+    payloads[i] = slot_data(op, op.what.plan->inputs[static_cast<size_t>(step.first_input) + i]);
+  return payloads;
+}
+
 int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
   const cgx_plan& plan = *op.what.plan;
   const cgx_slot& slot = plan.slots[static_cast<size_t>(step.slot)];
@@ -268,12 +275,18 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
       return waited;
     }
     case CGX_STEP_REDUCE: {
-      std::vector<const uint8_t*> payloads(static_cast<size_t>(step.n_inputs));
-      for (size_t i = 0; i < payloads.size(); ++i)
-        payloads[i] = slot_data(op, plan.inputs[static_cast<size_t>(step.first_input) + i]);
+      const std::vector<const uint8_t*> payloads = input_data(op, step);
       rounding.stage = 1;
       status = cgx_reduce(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
                           step.partial ? 1.0 : op.what.scale, slot_data(op, step.slot), &rounding, op.what.residual);
+      timed(kReduceNs);
+      break;
+    }
+    case CGX_STEP_SUM: {
+      const std::vector<const uint8_t*> payloads = input_data(op, step);
+      status = op.what.share ? cgx_sum(&means_, plan.dtype, pieces, step.n_pieces, op.what.share, payloads.data(),
+                                       step.n_inputs, op.what.scale)
+                             : CGX_ERROR_ARGUMENT;
       timed(kReduceNs);
       break;
     }

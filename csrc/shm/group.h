@@ -104,6 +104,7 @@ class Group {
 
   Flag& flag(int64_t rank, int64_t index) const { return flags_[rank * layout_.flags_per_rank + index]; }
   uint8_t* slot_data(const Operation& op, int64_t slot) const;
+  std::vector<const uint8_t*> input_data(const Operation& op, const cgx_step& step) const;
   void count(Counter counter, int64_t amount) { counters_[counter].fetch_add(amount, std::memory_order_relaxed); }
 
   const ControlLayout layout_;

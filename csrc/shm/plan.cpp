@@ -43,6 +43,7 @@ bool cgx_plan::consistent(int64_t world, int64_t flags_per_rank) const {
         if (step.peer < 0 || step.peer >= world) return false;
         break;
       case CGX_STEP_REDUCE:
+      case CGX_STEP_SUM:
         if (step.n_inputs < 1 || !range_inside(step.first_input, step.n_inputs, inputs.size())) return false;
         for (int64_t i = 0; i < step.n_inputs; ++i)
           if (const int64_t input = inputs[static_cast<size_t>(step.first_input + i)];

@@ -1,8 +1,10 @@
 // A case of the kernel tests, and what the kernels make of it: run() carries out encode, decode, add and reduce on a
-// table of pieces and returns all bytes they produced, having seen to it that they touched no others.
+// table of pieces, run_all() sum as well, and returns all bytes they produced, having seen to it that they touched no
+// others.
 #pragma once
 
 #include <cmath>
+#include <memory>
 #include <string>
 
 #include "guarded.h"
@@ -138,12 +140,35 @@ Bytes owned_residual(const Case& c, Buffer& buffer, const Bytes& before) {
       [](const cgx_piece& p) { return p.numel * 4; });
 }
 
-// Carries out everything on a case. `fill` is what output buffers hold before: bytes forgotten by a kernel differ.
+// The payloads that a sum or a reduction reads.
+class Inputs {
+ public:
+  Inputs(const Case& c, Place place) : payloads_(c.payloads) {
+    for (const Bytes& payload : payloads_) {
+      buffers_.push_back(std::make_unique<Buffer>(place, payload));
+      pointers_.push_back(buffers_.back()->data());
+    }
+  }
+  const uint8_t* const* data() const { return pointers_.data(); }
+  void must_be_unchanged(const char* operation) const {
+    for (size_t k = 0; k < buffers_.size(); ++k)
+      if (buffers_[k]->content() != payloads_[k]) fail("%s changed input %zu", operation, k);
+  }
+
+ private:
+  const std::vector<Bytes>& payloads_;
+  std::vector<std::unique_ptr<Buffer>> buffers_;
+  std::vector<const uint8_t*> pointers_;
+};
+
+void now_running(const Case& c, cgx_means means, Place place, const char* operation) {
+  now_checking("%s, %s with %d threads, placed %d: %s", kLevelNames[means.simd], operation, means.threads, place,
+               describe(c).c_str());
+}
+
+// Carries out all but sum on a case. `fill` is what output buffers hold before: bytes forgotten by a kernel differ.
 std::vector<Product> run(const Case& c, cgx_means means, Place place, uint8_t fill, bool garbage = false) {
-  const auto start = [&](const char* operation) {
-    now_checking("%s, %s with %d threads, placed %d: %s", kLevelNames[means.simd], operation, means.threads, place,
-                 describe(c).c_str());
-  };
+  const auto start = [&](const char* operation) { now_running(c, means, place, operation); };
   const cgx_piece* table = c.pieces.data();
   const int64_t count = int64_t(c.pieces.size());
   const Bytes empty_slot(size_t(c.slot_nbytes), fill), empty_values(c.values.size(), fill);
@@ -170,23 +195,28 @@ std::vector<Product> run(const Case& c, cgx_means means, Place place, uint8_t fi
   }
   start("reduce");
   Buffer values(place, c.values), out(place, empty_slot);
-  std::vector<Buffer*> inputs;
-  std::vector<const uint8_t*> pointers;
-  for (const Bytes& payload : c.payloads) {
-    inputs.push_back(new Buffer(place, payload));
-    pointers.push_back(inputs.back()->data());
-  }
+  const Inputs inputs(c, place);
   residual.fill(old_residual);
-  must(cgx_reduce(&means, c.dtype, table, count, values.data(), pointers.data(), c.n_payloads, c.scale, out.data(),
+  must(cgx_reduce(&means, c.dtype, table, count, values.data(), inputs.data(), c.n_payloads, c.scale, out.data(),
                   &c.rounding, lost));
-  for (size_t k = 0; k < inputs.size(); ++k) {
-    if (inputs[k]->content() != c.payloads[k]) fail("reduce changed input %zu", k);
-    delete inputs[k];
-  }
+  inputs.must_be_unchanged("reduce");
   start("comparing");
   products.push_back({"values of reduce", owned_values(c, values, c.values, false)});
   products.push_back({"payload of reduce", owned_payload(c, out, empty_slot, true)});
   products.push_back({"residual of reduce", owned_residual(c, residual, old_residual)});
+  return products;
+}
+
+// And sum, whose bytes are no part of the checksum: nobody sends them.
+std::vector<Product> run_all(const Case& c, cgx_means means, Place place, uint8_t fill, bool garbage = false) {
+  std::vector<Product> products = run(c, means, place, fill, garbage);
+  now_running(c, means, place, "sum");
+  Buffer values(place, c.values);
+  const Inputs inputs(c, place);
+  must(cgx_sum(&means, c.dtype, c.pieces.data(), int64_t(c.pieces.size()), values.data(), inputs.data(), c.n_payloads,
+               c.scale));
+  inputs.must_be_unchanged("sum");
+  products.push_back({"sum", owned_values(c, values, c.values, true)});
   return products;
 }
 

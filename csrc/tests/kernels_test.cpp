@@ -3,8 +3,9 @@
 //   kernels_test [--quick] [--without-float16]
 //
 // --quick is for slow emulators, --without-float16 for Bochs 2.7, whose VCVTPS2PH rounds some values wrongly.
-// Stand-alone, over the C ABI alone. Levels, threads and places in memory must not change what run() (cases.h) returns.
-// The last line is a checksum of what the scalar level makes of a fixed set of cases, the same on every architecture.
+// Stand-alone, over the C ABI alone. Levels, threads and places in memory must not change what run_all() (cases.h)
+// returns. The last line is a checksum of what the scalar level makes of a fixed set of cases, but for sums, the same
+// on every architecture.
 #include <cfenv>
 #include <cmath>
 
@@ -18,10 +19,10 @@ int64_t cases = 0;        // of the group under way
 
 void check(const Case& c, const std::vector<int>& threads, const std::vector<Place>& places, bool garbage = false) {
   if (without_float16 && c.dtype == CGX_FLOAT16) return;
-  const std::vector<Product> expected = run(c, kOracle, places.front(), 0x00, garbage);
+  const std::vector<Product> expected = run_all(c, kOracle, places.front(), 0x00, garbage);
   for (int level : levels)
     for (int n : threads)
-      for (Place place : places) compare(expected, run(c, {level, n}, place, 0xA5, garbage));
+      for (Place place : places) compare(expected, run_all(c, {level, n}, place, 0xA5, garbage));
   ++cases;
 }
 
@@ -144,7 +145,7 @@ void payloads_of_garbage() {
     Case c = mixed_table(seed, 300);
     prepare(c, seed);
     for (Bytes& payload : c.payloads) payload = make_garbage(c.slot_nbytes, seed + 1000);
-    for (int level : levels) run(c, {level, 2}, kPlaces[seed % 3], 0xA5);
+    for (int level : levels) run_all(c, {level, 2}, kPlaces[seed % 3], 0xA5);
     for (Bytes& payload : c.payloads) make_nans_canonical(c, payload);
     check(c, {1, 2}, {kPlaces[seed % 3]}, true);
   }
@@ -207,11 +208,11 @@ void the_callers_rounding_mode() {
     c.numel = c.slot_nbytes = 0;
     lay_out(c, 3);
     prepare(c, 9);
-    const std::vector<Product> expected = run(c, kOracle, kEnd, 0x00);
+    const std::vector<Product> expected = run_all(c, kOracle, kEnd, 0x00);
     for (int level : levels)
       for (int n = 1; n <= 3; ++n) {
         fesetround(mode);
-        const std::vector<Product> got = run(c, {level, n}, kEnd, 0xA5);
+        const std::vector<Product> got = run_all(c, {level, n}, kEnd, 0xA5);
         const int after = fegetround();
         fesetround(FE_TONEAREST);
         compare(expected, got);
@@ -282,6 +283,33 @@ void residuals_say_what_was_lost() {
           }
 }
 
+// sum = (values + payloads[0] + payloads[1] + ...) * scale, each operation rounded to float32 by itself: of the
+// quantized values of float32 tensors, which nothing rounds any more.
+void sums_are_own_values_and_then_payloads_in_order() {
+  for (int64_t bits = 1; bits <= 8; ++bits)
+    for (int64_t block : {9, 64, 512})
+      for (int64_t n_payloads : {1, 2, 5})
+        for (double scale : {1.0, 1.0 / 3}) {
+          Case c = single(CGX_FLOAT32, bits, block, 4 * block + 5, 5, false);
+          c.n_payloads = n_payloads;
+          c.scale = scale;
+          lay_out(c, 0);
+          prepare(c, uint64_t(block + bits));
+          const Bytes made = run_all(c, kOracle, kHeap, 0x00).back().bytes;
+          now_checking("scalar, sum: %s", describe(c).c_str());
+          std::vector<std::vector<float>> others;
+          for (const Bytes& payload : c.payloads) others.push_back(decoded(c, payload));
+          for (int64_t i = 0; i < quantized_of(c.pieces[0]); ++i) {
+            float expected = widened(c.values, CGX_FLOAT32, i), got;
+            for (const std::vector<float>& other : others) expected += other[size_t(i)];
+            expected *= float(scale);
+            memcpy(&got, made.data() + i * 4, 4);
+            if (memcmp(&got, &expected, 4) != 0) fail("%d is %g, not %g", int(i), got, expected);
+          }
+          ++cases;
+        }
+}
+
 void wrong_arguments_are_refused() {
   const Case good = [] {
     Case c = single(CGX_FLOAT32, 4, 32, 100, 0, false);
@@ -299,6 +327,7 @@ void wrong_arguments_are_refused() {
     if (cgx_reduce(&means, dtype, &piece, 1, values.data(), &payload, n_payloads, 1, slot.data(), &good.rounding,
                    nullptr) >= 0)
       fail("reduce took it");
+    if (cgx_sum(&means, dtype, &piece, 1, values.data(), &payload, n_payloads, 1) >= 0) fail("sum took it");
     if (values.content() != good.values || slot.content() != good.payloads[0]) fail("refused, but something written");
     ++cases;
   };
@@ -319,7 +348,7 @@ void wrong_arguments_are_refused() {
   refused("numel", kOracle, CGX_FLOAT32, with(&cgx_piece::numel, -1), 1);
   refused("offset", kOracle, CGX_FLOAT32, with(&cgx_piece::offset, -1), 1);
   refused("payload", kOracle, CGX_FLOAT32, with(&cgx_piece::payload, -1), 1);
-  refused("a reduction of nothing", kOracle, CGX_FLOAT32, p, 0);
+  refused("a reduction or a sum of nothing", kOracle, CGX_FLOAT32, p, 0);
 }
 
 // FNV-1a over everything that the scalar level makes of cases that never change.
@@ -356,6 +385,7 @@ constexpr Group kGroups[] = {
     {"random numbers past 2^32 values", random_numbers_past_2_to_the_32},
     {"the caller's rounding mode", the_callers_rounding_mode},
     {"residuals say what was lost", residuals_say_what_was_lost},
+    {"sums are own values and then payloads in order", sums_are_own_values_and_then_payloads_in_order},
     {"wrong arguments are refused", wrong_arguments_are_refused},
 };
 

@@ -90,6 +90,52 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
   return plan;
 }
 
+// Reduce-scatter, as src/torch_cgx/algorithms has it, of slices of so many values of every share.
+Plan reduce_scatter(const std::vector<int64_t>& slices, int64_t rank, int64_t world, int64_t bits) {
+  std::vector<cgx_piece> pieces;
+  std::vector<cgx_slot> slots;
+  std::vector<int64_t> inputs, slice_steps = {0};
+  std::vector<cgx_step> steps;
+  int64_t start = 0, half_nbytes = 0, share_numel = 0;
+  for (int64_t numel : slices) share_numel += numel;
+  for (int64_t numel : slices) {
+    const int64_t first_slot = static_cast<int64_t>(slots.size());
+    int64_t offset = 0;
+    for (int64_t owner = 0; owner < world; ++owner)
+      for (int64_t writer = 0; writer < world; ++writer) {  // the owner's is not used
+        const cgx_piece piece = {0, numel, 0, 0, 64, bits};
+        const int64_t nbytes = writer == owner ? 0 : cgx_piece_payload_nbytes(&piece, CGX_FLOAT32);
+        slots.push_back({offset, nbytes, writer, owner});
+        offset += (nbytes + 63) / 64 * 64;
+      }
+    half_nbytes = std::max(half_nbytes, offset);
+    const auto slot = [&](int64_t writer, int64_t owner) { return first_slot + owner * world + writer; };
+    const auto add = [&](int64_t kind, int64_t slot, int64_t peer, int64_t at) {
+      steps.push_back({kind, slot, peer, static_cast<int64_t>(pieces.size()), 1, 0, 0, 0});
+      pieces.push_back({at + start, numel, 0, 0, 64, bits});
+    };
+    for (int64_t d = 1; d < world; ++d) {
+      const int64_t owner = (rank + d) % world;
+      add(CGX_STEP_ENCODE, slot(rank, owner), 0, owner * share_numel);
+      add(CGX_STEP_SEND, slot(rank, owner), owner, 0);
+    }
+    for (int64_t d = world - 1; d > 0; --d)
+      add(CGX_STEP_RECEIVE, slot((rank + d) % world, rank), (rank + d) % world, 0);
+    add(CGX_STEP_SUM, slot(rank == 0 ? 1 : 0, rank), 0, 0);
+    steps.back().first_input = static_cast<int64_t>(inputs.size());
+    steps.back().n_inputs = world - 1;
+    for (int64_t peer = 0; peer < world; ++peer)
+      if (peer != rank) inputs.push_back(slot(peer, rank));
+    slice_steps.push_back(static_cast<int64_t>(steps.size()));
+    start += numel;
+  }
+  Plan plan(cgx_plan_new(world, CGX_FLOAT32, pieces.data(), int64_t(pieces.size()), slots.data(), int64_t(slots.size()),
+                         inputs.data(), int64_t(inputs.size()), steps.data(), int64_t(steps.size()), slice_steps.data(),
+                         int64_t(slices.size()), half_nbytes));
+  if (!plan) fail("an inconsistent plan");
+  return plan;
+}
+
 int64_t numel_of(const Slices& slices) {
   int64_t numel = 0;
   for (const auto& chunks : slices)
@@ -141,16 +187,18 @@ void with_ranks(int64_t world, const std::function<void(cgx_group*, int64_t)>& b
 
 struct Pending {
   Plan plan;
-  std::vector<float> values;
+  std::vector<float> values, share;
   Slices slices;
   int64_t bits, number;
+  double scale = 1;
 };
 
 int64_t submit(cgx_group* group, const cgx_call& call, Pending& op, bool wake, int64_t timeout_ms = kTimeoutMs) {
   cgx_submission what = {};
   what.plan = op.plan.get();
   what.values = op.values.data();
-  what.scale = 1;
+  what.share = op.share.empty() ? nullptr : op.share.data();
+  what.scale = op.scale;
   what.timeout_ms = timeout_ms;
   what.wake = wake;
   return op.number = cgx_group_submit(group, &call, &what);

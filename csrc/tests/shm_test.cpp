@@ -102,6 +102,78 @@ Pending simple(int64_t rank, int64_t world, int64_t numel = 64) {
   return op;
 }
 
+Pending scattering(const std::vector<int64_t>& slices, int64_t rank, int64_t world, int64_t bits, int64_t round) {
+  Pending op;
+  op.bits = bits;
+  op.plan = reduce_scatter(slices, rank, world, bits);
+  op.scale = 0.5;
+  int64_t numel = 0;
+  for (int64_t n : slices) numel += n;
+  for (int64_t i = 0; i < numel * world; ++i) op.values.push_back(value_of(rank, i, round));
+  op.share.assign(op.values.begin() + rank * numel, op.values.begin() + (rank + 1) * numel);
+  return op;
+}
+
+// Of every rank the sum of one share, in memory of its own, in turn with allreduces; values are only read.
+void shares_of_sums(int64_t world) {
+  with_ranks(world, [&](cgx_group* group, int64_t rank) {
+    std::mt19937_64 agreed(7);
+    for (int64_t round = 0; round < (quick ? 30 : 150); ++round) {
+      std::vector<int64_t> slices;
+      for (uint64_t n = 1 + agreed() % 4; n > 0; --n) slices.push_back(8 * (1 + int64_t(agreed() % 100)));
+      Pending op = scattering(slices, rank, world, agreed() % 2 ? 4 : 32, round);
+      const std::vector<float> before = op.values;
+      submit(group, call_of(int64_t(op.values.size()), op.bits, 1), op, round % 3 == 0);
+      Pending other = simple(rank, world);
+      submit(group, call_of(int64_t(other.values.size()), 4), other, round % 2);
+      must_be(group, rank, wait(group, other.number, 100), {CGX_OK}, "");
+      if (op.values != before) fail("rank %d: round %d has changed the values", int(rank), int(round));
+      for (float value : other.values)
+        if (value != float(world)) fail("the operation behind it has %f", value);
+      // Each of world - 1 contributions loses half a unit of 2/15, one's own and the sum nothing.
+      const float allowed = op.bits == 32 ? 0 : float(world - 1) / 15 * 0.5f * 1.001f;
+      const int64_t numel = int64_t(op.share.size());
+      for (int64_t i = 0; i < numel; ++i) {
+        float sum = 0;
+        for (int64_t peer = 0; peer < world; ++peer) sum += value_of(peer, rank * numel + i, round);
+        if (!(std::fabs(op.share[size_t(i)] - sum / 2) <= allowed))
+          fail("rank %d, round %d, value %d: %f instead of %f", int(rank), int(round), int(i), op.share[size_t(i)],
+               sum / 2);
+      }
+    }
+  });
+}
+
+void shares_2() { shares_of_sums(2); }
+void shares_3() { shares_of_sums(3); }
+
+void a_sum_without_a_place_for_it_fails_the_group() {
+  with_ranks(2, [](cgx_group* group, int64_t rank) {
+    Pending op = scattering({64}, rank, 2, 4, 0);
+    if (rank == 1) op.share.clear();
+    const int status = wait(group, submit(group, call_of(128, 4, 1), op, false), 100);
+    if (rank == 1) return must_be(group, rank, status, {CGX_ERROR_ARGUMENT}, "the kernels refused");
+    Pending next = simple(rank, 2);  // its own part may well be done
+    must_be(group, rank, wait(group, submit(group, call_of(128, 4), next, false), 100), {CGX_ERROR_POISONED},
+            "rank 1 failed");
+  });
+}
+
+void a_plan_whose_sum_reads_outside_of_its_slots_is_refused() {
+  const cgx_piece piece = {0, 64, 0, 0, 64, 4};
+  const int64_t nbytes = cgx_piece_payload_nbytes(&piece, CGX_FLOAT32), slice_steps[] = {0, 1};
+  const auto is_taken = [&](int64_t slot_nbytes, int64_t input, int64_t n_inputs, int64_t first_piece) {
+    const cgx_slot slots[] = {{0, nbytes, 1, 0}, {64, slot_nbytes, 1, 1}};
+    const cgx_step step = {CGX_STEP_SUM, 0, 0, first_piece, 1, 0, n_inputs, 0};
+    return Plan(cgx_plan_new(2, CGX_FLOAT32, &piece, 1, slots, 2, &input, 1, &step, 1, slice_steps, 1, 128)) != nullptr;
+  };
+  if (!is_taken(nbytes, 1, 1, 0)) fail("a right plan was refused");
+  if (is_taken(nbytes - 1, 1, 1, 0)) fail("an input that is too short was taken");
+  if (is_taken(nbytes, 2, 1, 0) || is_taken(nbytes, -1, 1, 0)) fail("an input that is no slot was taken");
+  if (is_taken(nbytes, 1, 0, 0) || is_taken(nbytes, 1, 2, 0)) fail("inputs that are not there were taken");
+  if (is_taken(nbytes, 1, 1, 1) || is_taken(nbytes, 1, 1, -1)) fail("a piece that is not there was taken");
+}
+
 void a_failure_is_told_to_all() {
   with_ranks(3, [](cgx_group* group, int64_t rank) {
     if (rank == 1) {
@@ -258,6 +330,10 @@ struct Check {
 constexpr Check kChecks[] = {
     {"mixed operations of 2 ranks", mixed_2},
     {"mixed operations of 3 ranks", mixed_3},
+    {"shares of sums of 2 ranks", shares_2},
+    {"shares of sums of 3 ranks", shares_3},
+    {"a sum without a place for it fails the group", a_sum_without_a_place_for_it_fails_the_group},
+    {"a plan whose sum reads outside of its slots is refused", a_plan_whose_sum_reads_outside_of_its_slots_is_refused},
     {"a failure is told to all", a_failure_is_told_to_all},
     {"ranks that lose step are told", ranks_that_lose_step_are_told},
     {"a peer that never calls is a time-out", a_peer_that_never_calls_is_a_timeout},

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch_cgx.codec import dequantize, payload_nbytes, quantize
-from torch_cgx.defaults import set_default, uncompressed
+from torch_cgx.defaults import compressed, set_default, uncompressed
 from torch_cgx.errors import (
     CGXError,
     CGXTimeoutError,
@@ -38,6 +38,7 @@ __all__ = [
     "TransportError",
     "__version__",
     "cgx_hook",
+    "compressed",
     "dequantize",
     "payload_nbytes",
     "quantize",
@@ -52,7 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The hook's names, when first asked for: `import torch` brings this package, and need not bring all of it."""
+    """What is imported when first asked for: `import torch` brings this package, and need not bring all of it."""
     if name in ("CGXState", "cgx_hook"):
         from torch_cgx import hooks
 
@@ -61,6 +62,10 @@ def __getattr__(name: str) -> Any:
         from torch_cgx.adaptive import AdaptiveBits
 
         return AdaptiveBits
+    if name == "fsdp":
+        import torch_cgx.fsdp
+
+        return torch_cgx.fsdp
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -29,11 +29,12 @@ from torch_cgx.fusion import Fused, fusable
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer
 from torch_cgx.reduce_scatters import ReduceScatters
-from torch_cgx.reducers import Reducer, Request
+from torch_cgx.reducers import Reducer
+from torch_cgx.requests import Request
 from torch_cgx.tensors import check_in_place, sharing_memory, strides_hash
 from torch_cgx.work import CompositeWork, DoneWork
 
-__all__ = ["EXACT", "Allreduces", "milliseconds"]
+__all__ = ["EXACT", "Allreduces", "is_profiled", "milliseconds", "widest_compression"]
 
 EXACT = Compression(bits=32)
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,6 +52,7 @@ class Allreduces(ReduceScatters):
     _reducer: Reducer | None  # of CPU tensors; None: this rank is alone
     _cuda: CudaSide | None
     _has_decider: bool
+    _own_compression: Compression | None
     _coalescing: bool  # NCCL is gathering calls, which it will launch as one
     _lock: threading.Lock
 
@@ -196,7 +198,7 @@ class Allreduces(ReduceScatters):
             check_in_place(operation, tensor, sparse=True)
         reduction = reduction_name(opts.reduceOp)
         if layers is not None:
-            compression = _widest_compression(layers)
+            compression = widest_compression(layers)
         else:
             compression = self._compression_for(tensor) if operation == "all_reduce" else EXACT
         if on_cuda and self._coalescing:
@@ -223,7 +225,7 @@ class Allreduces(ReduceScatters):
             residual=residual,
             stochastic=stochastic,
         )
-        return self._profiled(request, reducer) if _is_profiled() else reducer.submit(request)
+        return self._profiled(request, reducer) if is_profiled() else reducer.submit(request)
 
     def _side(self, tensor: Tensor) -> CudaSide | None:
         """The CUDA side, for the tensors that are its own."""
@@ -243,7 +245,16 @@ class Allreduces(ReduceScatters):
             and tensor.layout is torch.strided
         )
 
+    def compress_all_reduces(self, compression: Compression | None) -> None:
+        """Compress this group's all_reduces from now on, unless a block says otherwise; all ranks alike.
+
+        None: as the variables and `set_default` say, which until then count for nothing.
+        """
+        self._own_compression = compression
+
     def _default(self) -> Compression:
+        if self._own_compression is not None and not defaults.in_block():
+            return self._own_compression
         return defaults.asked_compression() if self._has_decider else defaults.compression()
 
     def _compression_for(self, tensor: Tensor) -> Compression:
@@ -280,7 +291,7 @@ def _nothing() -> None:
     pass
 
 
-def _is_profiled() -> bool:
+def is_profiled() -> bool:
     # The second knows of this thread alone, and nothing of a profiler that was started with profile_all_threads.
     return profiler._is_profiler_enabled or _profiler_enabled()
 
@@ -295,7 +306,7 @@ def _allreduce_options(given: Any, reduction: Any) -> Any:
     return options
 
 
-def _widest_compression(layers: Sequence[Layer]) -> Compression:
+def widest_compression(layers: Sequence[Layer]) -> Compression:
     """What describes a call of several layers: for errors and profiles."""
     compressed = [layer.quantizer for layer in layers if layer.quantizer.bits != 32]
     if not compressed:

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from torch_cgx import _native, membership
-from torch_cgx.allreduces import EXACT, Allreduces, milliseconds
+from torch_cgx.allreduces import EXACT, milliseconds
 from torch_cgx.calls import collective_call, options_from
 from torch_cgx.checked import Starter
 from torch_cgx.completions import Completions
-from torch_cgx.config import Settings
+from torch_cgx.config import Compression, Settings
 from torch_cgx.cuda import CudaSide, Engine, cuda_engine, cuda_problem, open_side
 from torch_cgx.errors import CGXError, MismatchError
 from torch_cgx.executors.messages import MessageExecutor
@@ -39,7 +39,9 @@ from torch_cgx.meeting import meet
 from torch_cgx.membership import Joining
 from torch_cgx.nodes import open_executor
 from torch_cgx.recorder import GroupRecorder, process_recorder
-from torch_cgx.reducers import MessageReducer, Place, Reducer, Request, SharedReducer
+from torch_cgx.reducers import MessageReducer, Reducer, SharedReducer
+from torch_cgx.requests import Place, Request
+from torch_cgx.shares import Shares
 from torch_cgx.trace_signal import listen
 from torch_cgx.transports.gloo import hang_up
 from torch_cgx.transports.mpi_process import finalises_at_exit
@@ -64,7 +66,7 @@ def live_groups() -> list[ProcessGroupCGX]:
     return [group for group in list(_groups) if not group.is_closed]
 
 
-class ProcessGroupCGX(Allreduces):
+class ProcessGroupCGX(Shares):
     """One rank's end of a process group with backend "cgx"."""
 
     def __init__(
@@ -81,6 +83,7 @@ class ProcessGroupCGX(Allreduces):
         self._exiting = False
         self._forked = False
         self._has_decider = False
+        self._own_compression: Compression | None = None
         self._coalescing = False
         self.layers = LayerTable()
 

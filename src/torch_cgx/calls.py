@@ -22,6 +22,7 @@ __all__ = [
     "digest",
     "fields_of",
     "options_from",
+    "premultiplier",
     "reduction_name",
 ]
 
@@ -141,6 +142,14 @@ _BY_OP = {getattr(ReduceOp.RedOpType, name): name for name in _REDUCTIONS}
 def reduction_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
     """The name of a reduction, in whichever of torch's two forms it comes."""
     return _BY_OP[getattr(op, "op", op)]
+
+
+def premultiplier(op: ReduceOp | ReduceOp.RedOpType) -> float:
+    """What a PREMUL_SUM multiplies by; 1 for all others."""
+    if reduction_name(op) != "PREMUL_SUM":
+        return 1.0
+    # The factor has no name in Python; it is what a copy of the operation is made of.
+    return float(op.__getstate__()[1])  # type: ignore[index]
 
 
 def options_from(kind: Any, given: Any) -> Any:

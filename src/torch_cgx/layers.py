@@ -35,6 +35,13 @@ class LayerTable:
         found = Compression(bits, bucket_size)  # raises where out of range
         self._set(bucket_idx, layer_idx, (numel, found.bits, found.block))
 
+    def drop(self, bucket_idx: int) -> None:
+        """Forget the layers of a grad bucket."""
+        with self._lock:
+            for place in [place for place in self._rows if place[0] == bucket_idx]:
+                del self._rows[place]
+            self._find_totals()
+
     def set_bits(self, bucket_idx: int, layer_idx: int, bits: int) -> None:
         found = Compression(bits)
         bucket_idx, layer_idx = _place(bucket_idx, layer_idx)
@@ -77,14 +84,17 @@ class LayerTable:
     def _set(self, bucket_idx: int, layer_idx: int, row: _Row) -> None:
         with self._lock:
             self._rows[bucket_idx, layer_idx] = row
-            by_bucket: dict[int, list[_Row]] = {}
-            for (bucket, _), found in sorted(self._rows.items()):
-                by_bucket.setdefault(bucket, []).append(found)
-            by_numel: dict[int, tuple[_Row, ...]] = {}
-            for rows in by_bucket.values():
-                by_numel.setdefault(sum(row[0] for row in rows), tuple(rows))
-            self._by_numel = by_numel
-            self.version += 1
+            self._find_totals()
+
+    def _find_totals(self) -> None:
+        by_bucket: dict[int, list[_Row]] = {}
+        for (bucket, _), found in sorted(self._rows.items()):
+            by_bucket.setdefault(bucket, []).append(found)
+        by_numel: dict[int, tuple[_Row, ...]] = {}
+        for rows in by_bucket.values():
+            by_numel.setdefault(sum(row[0] for row in rows), tuple(rows))
+        self._by_numel = by_numel
+        self.version += 1
 
 
 def _place(bucket_idx: object, layer_idx: object) -> tuple[int, int]:

@@ -4,19 +4,22 @@ Pure arithmetic on shapes and settings, the same on every rank: no values, no ra
 slice is what one program handles; a chunk is the part of it that one rank reduces; a piece is the part of a
 chunk that lies in one layer, one row of the kernels' table. Cuts lie at layers' ends or at multiples of the
 quantizer's `cut_numel` from a layer's start, so that no block and no byte of levels is ever divided.
+
+A tensor for an allreduce is cut wherever that is best. One of which every rank has a share, as reduce-scatters and
+all-gathers know it, is cut by shares first: chunk c of every slice lies in the share of rank c.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from torch_cgx.kernels import Piece
 from torch_cgx.quantizers import Identity, Quantizer
 
-__all__ = ["Chunk", "Layer", "Layout", "Piece", "Slice", "make_layout"]
+__all__ = ["Chunk", "Layer", "Layout", "Piece", "Slice", "make_layout", "make_shares_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,12 @@ class Chunk:
     pieces: tuple[Piece, ...]  # consecutive values
     nbytes: int
     itemsize: int  # bytes of a value
+    share: int = 0  # where the share that it lies in begins
+
+    @cached_property
+    def in_share(self) -> tuple[Piece, ...]:
+        """The same pieces where the share is a tensor of its own."""
+        return tuple(replace(piece, offset=piece.offset - self.share) for piece in self.pieces)
 
     @cached_property
     def exact(self) -> Chunk:
@@ -43,7 +52,7 @@ class Chunk:
         raw = Identity()
         numel = sum(piece.numel for piece in self.pieces)
         piece = Piece(self.pieces[0].offset, numel, raw.bits, raw.block, raw.raw_tail(numel), payload=0)
-        return Chunk((piece,), raw.payload_nbytes(numel, self.itemsize), self.itemsize)
+        return Chunk((piece,), raw.payload_nbytes(numel, self.itemsize), self.itemsize, self.share)
 
     def coded(self, exact: bool) -> Chunk:
         """The pieces and the length of this chunk's payload in one of the two codings."""
@@ -78,6 +87,14 @@ def make_layout(layers: Sequence[Layer], n_chunks: int, itemsize: int, slice_nby
     return _make_layout(tuple(layers), n_chunks, itemsize, slice_nbytes)
 
 
+def make_shares_layout(layers: Sequence[Layer], world: int, itemsize: int, slice_nbytes: int) -> Layout:
+    """Cut a tensor of one share a rank, each of these consecutive layers, into slices of one chunk a share.
+
+    A slice covers at most `slice_nbytes` of values, of all shares together, but at least one cut unit of each.
+    """
+    return _make_shares_layout(tuple(layers), world, itemsize, slice_nbytes)
+
+
 class _Span(NamedTuple):
     """Values of one layer that lie in one slice."""
 
@@ -88,6 +105,24 @@ class _Span(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _make_layout(layers: tuple[Layer, ...], n_chunks: int, itemsize: int, slice_nbytes: int) -> Layout:
+    _check(layers, n_chunks, itemsize, slice_nbytes)
+    slices = _cut_slices(layers, slice_nbytes // itemsize)
+    return Layout(tuple(_cut_chunks(spans, n_chunks, itemsize) for spans in slices))
+
+
+@lru_cache(maxsize=512)
+def _make_shares_layout(layers: tuple[Layer, ...], world: int, itemsize: int, slice_nbytes: int) -> Layout:
+    _check(layers, world, itemsize, slice_nbytes)
+    share_numel = sum(layer.numel for layer in layers)
+    slices = []
+    for spans in _cut_slices(layers, slice_nbytes // itemsize // world):
+        first = _whole_chunk(spans, itemsize)
+        starts = (rank * share_numel for rank in range(world))
+        slices.append(Slice(tuple(_moved(first, start) for start in starts)))
+    return Layout(tuple(slices))
+
+
+def _check(layers: tuple[Layer, ...], n_chunks: int, itemsize: int, slice_nbytes: int) -> None:
     if n_chunks < 1:
         raise ValueError(f"n_chunks: expected at least 1, got {n_chunks}")
     if itemsize < 1:
@@ -97,8 +132,6 @@ def _make_layout(layers: tuple[Layer, ...], n_chunks: int, itemsize: int, slice_
     for layer in layers:
         if layer.numel < 0:
             raise ValueError(f"numel of a layer: expected 0 or more, got {layer.numel}")
-    slices = _cut_slices(layers, slice_nbytes // itemsize)
-    return Layout(tuple(_cut_chunks(spans, n_chunks, itemsize) for spans in slices))
 
 
 def _cut_slices(layers: tuple[Layer, ...], slice_numel: int) -> Iterator[list[_Span]]:
@@ -154,6 +187,22 @@ def _cut_chunks(spans: list[_Span], n_chunks: int, itemsize: int) -> Slice:
     chunks.append(Chunk(tuple(pieces), nbytes, itemsize))
     chunks.extend([Chunk((), 0, itemsize)] * (n_chunks - len(chunks)))
     return Slice(tuple(chunks))
+
+
+def _whole_chunk(spans: list[_Span], itemsize: int) -> Chunk:
+    """All of these values as one chunk."""
+    pieces: list[Piece] = []
+    nbytes = 0
+    for span in spans:
+        pieces.append(_piece(span, 0, span.numel, nbytes))
+        nbytes += span.quantizer.payload_nbytes(span.numel, itemsize)
+    return Chunk(tuple(pieces), nbytes, itemsize)
+
+
+def _moved(chunk: Chunk, start: int) -> Chunk:
+    """The same of another share."""
+    pieces = tuple(replace(piece, offset=piece.offset + start) for piece in chunk.pieces)
+    return Chunk(pieces, chunk.nbytes, chunk.itemsize, share=start)
 
 
 def _nearest_cut(span: _Span, boundary: int, itemsize: int) -> int:

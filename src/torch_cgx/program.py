@@ -1,34 +1,28 @@
-"""Programs: what one rank does in one collective, as data; and the checker that proves them right.
+"""Programs: what one rank does in one collective, as data.
 
 A program is a tuple of steps over named payload slots. Slot names are each rank's own; a payload keeps its
 name when it is sent, so that a receive meets the send of the same slot by that peer. A send never waits, a
 receive waits for its send. A payload is compressed, or exact: raw values. Who writes a slot says which, and who
-reads it follows. `algorithms` makes programs and `executors` run them; nothing here touches values or carries
-bytes.
+reads it follows. `algorithms` makes programs, `checker` proves them right and `executors` run them; nothing here
+touches values or carries bytes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
-
-from torch_cgx.errors import ProgramError
+from dataclasses import dataclass
+from typing import TypeAlias
 
 __all__ = [
     "Add",
     "Combine",
     "Decode",
     "Encode",
-    "Message",
     "Program",
     "Receive",
     "Reduce",
-    "Report",
     "Send",
     "Step",
-    "check",
+    "Sum",
     "format_program",
 ]
 
@@ -111,6 +105,20 @@ class Combine:
 
 
 @dataclass(frozen=True, slots=True)
+class Sum:
+    """My share becomes the sum of my values of a chunk and the inputs, decoded, in this order; scaled, rounded once.
+
+    Nobody else needs it, so it is not encoded.
+    """
+
+    inputs: tuple[str, ...]
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"sum     chunk {self.chunk} with {', '.join(self.inputs) or 'nothing'}"
+
+
+@dataclass(frozen=True, slots=True)
 class Decode:
     """Decode a slot over my values of a chunk."""
 
@@ -121,7 +129,7 @@ class Decode:
         return f"decode  {self.slot} over chunk {self.chunk}"
 
 
-Step: TypeAlias = Encode | Send | Receive | Reduce | Add | Combine | Decode
+Step: TypeAlias = Encode | Send | Receive | Reduce | Add | Combine | Sum | Decode
 Program: TypeAlias = tuple[Step, ...]
 
 
@@ -133,263 +141,3 @@ def format_program(program: Program) -> str:
     """One numbered line a step."""
     width = len(str(len(program)))
     return "\n".join(f"{number:>{width}}  {step}" for number, step in enumerate(program, start=1))
-
-
-class Message(NamedTuple):
-    """A payload on its way."""
-
-    sender: int
-    receiver: int
-    chunk: int
-    exact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a set of correct programs costs."""
-
-    quantizations: dict[int, int]  # by chunk: how often the contribution that suffers most is quantized
-    messages: tuple[int, ...]  # by rank: how many it sends
-    sent_nbytes: tuple[int, ...] | None  # by rank; None where the chunks' sizes were not told
-    sent: tuple[Message, ...]  # all of them, by sender
-
-
-def check(
-    programs: Sequence[Program],
-    chunk_nbytes: Sequence[int] | None = None,
-    exact_nbytes: Sequence[int] | None = None,
-) -> Report:
-    """Prove that the programs of ranks 0, 1, ... make one allreduce; raise `ProgramError` if they do not.
-
-    1. Every receive meets exactly one send, and every send one receive.
-    2. Run without values, no rank waits for ever, no slot is read before it is written or written twice, and what
-       is summed in one step is coded alike.
-    3. No sum counts a contribution twice, and none is scaled twice or added to once it is scaled.
-    4. In the end every rank holds every chunk that anybody touched, all from the same payload, or from the same
-       payloads combined in the same order; and that is the sum of the contributions of all ranks, scaled.
-    5. A rank quantizes a chunk at most once, so that what it loses of each value is one number: its residual.
-
-    A chunk that no program touches is empty and needs nothing. `chunk_nbytes` and `exact_nbytes` are the lengths of
-    the chunks' payloads, compressed and exact.
-    """
-    _check_messages(programs)
-    ranks = [_Rank(rank, program) for rank, program in enumerate(programs)]
-    _simulate(ranks)
-    quantizations = _check_results(ranks)
-    sent_nbytes = None
-    if chunk_nbytes is not None:
-        if exact_nbytes is None and any(message.exact for rank in ranks for message in rank.sent):
-            raise ValueError(
-                "exact_nbytes: expected the lengths of exact payloads, which these programs send, got None"
-            )
-        sizes = (chunk_nbytes, exact_nbytes or ())
-        sent_nbytes = tuple(sum(sizes[message.exact][message.chunk] for message in rank.sent) for rank in ranks)
-    sent = tuple(message for rank in ranks for message in rank.sent)
-    return Report(quantizations, tuple(len(rank.sent) for rank in ranks), sent_nbytes, sent)
-
-
-class _Origin(NamedTuple):
-    """Where the bits of values come from. The same origin means the same bits."""
-
-    payloads: tuple[tuple[int, str], ...]  # by the rank and slot that first held them
-    combined: bool = False
-
-    def __str__(self) -> str:
-        names = ", ".join(f"slot {slot} of rank {rank}" for rank, slot in self.payloads)
-        return f"the combination of {names}" if self.combined else f"the payload of {names}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What values of a chunk, encoded or not, stand for: a sum of contributions."""
-
-    chunk: int
-    quantizations: dict[int, int]  # by contributing rank: how often its share was quantized
-    origin: _Origin | None = None  # None: values of a rank's own
-    scaled: bool = False
-    exact: bool = False  # how the payload is coded
-
-
-@dataclass(slots=True)
-class _Rank:
-    """One rank in the simulation."""
-
-    rank: int
-    program: Program
-    position: int = 0
-    slots: dict[str, _Content] = field(default_factory=dict)
-    values: dict[int, _Content] = field(default_factory=dict)
-    sent: list[Message] = field(default_factory=list)
-    quantized: Counter[int] = field(default_factory=Counter)  # how often, by chunk
-
-    def fail(self, problem: str) -> ProgramError:
-        step = self.program[self.position]
-        return ProgramError(f"rank {self.rank}, step {self.position + 1} ({step}): {problem}")
-
-    def read(self, slot: str) -> _Content:
-        if slot not in self.slots:
-            raise self.fail(f"slot {slot} is read before it is written")
-        return self.slots[slot]
-
-    def read_chunk(self, slot: str, chunk: int) -> _Content:
-        content = self.read(slot)
-        if content.chunk != chunk:
-            raise self.fail(f"slot {slot} holds chunk {content.chunk}, not {chunk}")
-        return content
-
-    def write(self, slot: str, content: _Content) -> None:
-        if slot in self.slots:
-            raise self.fail(f"slot {slot} is written twice")
-        self.slots[slot] = content
-
-    def value(self, chunk: int) -> _Content:
-        return self.values.get(chunk) or _Content(chunk, {self.rank: 0})
-
-    def inputs(self, slots: Iterable[str], chunk: int, exact: bool) -> list[_Content]:
-        contents = []
-        for slot in slots:
-            content = self.read_chunk(slot, chunk)
-            if content.exact != exact:
-                raise self.fail(f"slot {slot} is {_coding(content.exact)}, and the others are {_coding(exact)}")
-            contents.append(content)
-        return contents
-
-    def total(self, contents: Iterable[_Content], chunk: int, scaled: bool, origin: _Origin | None = None) -> _Content:
-        """The sum of these, not encoded."""
-        quantizations: dict[int, int] = {}
-        parts = list(contents)
-        for content in parts:
-            for contributor, times in content.quantizations.items():
-                if contributor in quantizations:
-                    raise self.fail(f"the contribution of rank {contributor} is summed twice")
-                quantizations[contributor] = times
-        if any(content.scaled for content in parts):
-            raise self.fail("what is summed up was scaled already")
-        return _Content(chunk, quantizations, origin, scaled)
-
-    def write_encoded(self, content: _Content, slot: str, exact: bool) -> _Content:
-        """This, quantized once more, unless it is exact, into a slot."""
-        quantizations = {rank: times + (not exact) for rank, times in content.quantizations.items()}
-        coded = _Content(content.chunk, quantizations, _Origin(((self.rank, slot),)), content.scaled, exact)
-        self.write(slot, coded)
-        self.quantized[content.chunk] += not exact
-        return coded
-
-
-def _coding(exact: bool) -> str:
-    return "exact" if exact else "compressed"
-
-
-def _check_messages(programs: Sequence[Program]) -> None:
-    sends: Counter[tuple[int, int, str]] = Counter()
-    receives: Counter[tuple[int, int, str]] = Counter()
-    for rank, program in enumerate(programs):
-        for step in program:
-            if not isinstance(step, (Send, Receive)):
-                continue
-            if step.peer == rank or not 0 <= step.peer < len(programs):
-                raise ProgramError(f"rank {rank} ({step}): expected another of the {len(programs)} ranks")
-            if isinstance(step, Send):
-                sends[rank, step.peer, step.slot] += 1
-            else:
-                receives[step.peer, rank, step.slot] += 1
-    for sender, receiver, slot in sorted(sends.keys() | receives.keys()):
-        sent, received = sends[sender, receiver, slot], receives[sender, receiver, slot]
-        if sent != 1 or received != 1:
-            raise ProgramError(
-                f"slot {slot} from rank {sender} to rank {receiver}: expected one send and one receive, "
-                f"got {sent} and {received}"
-            )
-
-
-def _simulate(ranks: Sequence[_Rank]) -> None:
-    """Let every rank go on until it waits for a message, again and again, until all are through."""
-    messages: dict[tuple[int, int, str], _Content] = {}
-    waiting_for: dict[tuple[int, int, str], _Rank] = {}
-    runnable = list(reversed(ranks))
-    while runnable:
-        rank = runnable.pop()
-        while rank.position < len(rank.program):
-            step = rank.program[rank.position]
-            if isinstance(step, Send):
-                message = (rank.rank, step.peer, step.slot)
-                content = messages[message] = rank.read(step.slot)
-                rank.sent.append(Message(rank.rank, step.peer, content.chunk, content.exact))
-                if message in waiting_for:
-                    runnable.append(waiting_for.pop(message))
-            elif isinstance(step, Receive):
-                message = (step.peer, rank.rank, step.slot)
-                if message not in messages:
-                    waiting_for[message] = rank
-                    break
-                rank.write(step.slot, messages[message])
-            else:
-                _compute(rank, step)
-            rank.position += 1
-    if waiting_for:
-        raise _circular_wait(list(waiting_for.values()))
-
-
-def _compute(rank: _Rank, step: Encode | Reduce | Add | Combine | Decode) -> None:
-    chunk = step.chunk
-    if isinstance(step, Encode):
-        rank.write_encoded(rank.value(chunk), step.slot, step.exact)
-    elif isinstance(step, Reduce):
-        inputs = rank.inputs(step.inputs, chunk, step.exact)
-        total = rank.total([rank.value(chunk), *inputs], chunk, step.final)
-        rank.values[chunk] = rank.write_encoded(total, step.slot, step.exact)
-    elif isinstance(step, Add):
-        rank.values[chunk] = rank.total([rank.value(chunk), rank.read_chunk(step.slot, chunk)], chunk, scaled=False)
-    elif isinstance(step, Combine):
-        if not step.inputs:
-            raise rank.fail("expected at least one slot")
-        inputs = rank.inputs(step.inputs, chunk, rank.read(step.inputs[0]).exact)
-        origin = _Origin(
-            tuple(payload for content in inputs if content.origin for payload in content.origin.payloads), True
-        )
-        rank.values[chunk] = rank.total(inputs, chunk, True, origin)
-    else:
-        rank.values[chunk] = rank.read_chunk(step.slot, chunk)
-
-
-def _circular_wait(stuck: Sequence[_Rank]) -> ProgramError:
-    """Every receive has its send, so who is stuck waits for somebody stuck: follow that until it closes."""
-    waits = {rank.rank: rank for rank in stuck}
-    seen: list[_Rank] = []
-    rank = stuck[0]
-    while rank not in seen:
-        seen.append(rank)
-        step = rank.program[rank.position]
-        assert isinstance(step, Receive)
-        rank = waits[step.peer]
-    circle = seen[seen.index(rank) :]
-    waits_at = [f"rank {r.rank} waits at step {r.position + 1} ({r.program[r.position]})" for r in circle]
-    return ProgramError(f"circular wait: {'; '.join(waits_at)}")
-
-
-def _check_results(ranks: Sequence[_Rank]) -> dict[int, int]:
-    everybody = set(range(len(ranks)))
-    quantizations: dict[int, int] = {}
-    steps = (step for rank in ranks for step in rank.program)
-    touched = {step.chunk for step in steps if not isinstance(step, (Send, Receive))}
-    for chunk in sorted(touched):
-        results = [rank.value(chunk) for rank in ranks]
-        for number, result in enumerate(results):
-            if result.origin is None:
-                raise ProgramError(f"chunk {chunk}: rank {number} ends with its own values, not with the sum")
-            if result.origin != results[0].origin:
-                raise ProgramError(
-                    f"chunk {chunk}: the bits differ: rank 0 ends with {results[0].origin}, "
-                    f"rank {number} with {result.origin}"
-                )
-        missing = sorted(everybody - results[0].quantizations.keys())
-        if missing:
-            raise ProgramError(f"chunk {chunk}: the sum misses the contributions of ranks {missing}")
-        if not results[0].scaled:
-            raise ProgramError(f"chunk {chunk}: the sum is never scaled: expected a final reduce or a combine")
-        quantizations[chunk] = max(results[0].quantizations.values())
-    for rank in ranks:
-        for chunk, times in rank.quantized.items():
-            if times > 1:
-                raise ProgramError(f"chunk {chunk}: rank {rank.rank} quantizes it {times} times, expected one at most")
-    return quantizations

@@ -29,6 +29,7 @@ from distributed.harness import Rank, describe, observe_ranks
 from distributed.test_cuda import CROSS, INNER, STAGED, start
 from distributed.test_cuda_ends import leave, told_timeouts  # noqa: F401
 from distributed.test_cuda_groups import coalesced, coalesced_by_nccl, take_turns, without_a_gpu
+from distributed.test_cuda_shares import carried_or_refused, sums_and_gathers  # noqa: F401
 from distributed.test_cuda_sharing import sums_over_shared_memory  # noqa: F401
 from torch_cgx.algorithms import Topology
 from torch_cgx.completions import Completions
@@ -52,7 +53,7 @@ FILES = [
 ]
 KERNELS = sorted((PACKAGE / "kernels").glob("triton*.py"))
 # Of these, what is about CUDA tensors.
-PARTLY = [PACKAGE / name for name in ("allreduces.py", "backend.py", "reduce_scatters.py")]
+PARTLY = [PACKAGE / name for name in ("allreduces.py", "backend.py", "reduce_scatters.py", "shares.py")]
 ABOUT_CUDA = re.compile(r"cuda|nccl|_side\b|\bside\b|device\.type", re.IGNORECASE)
 WATCHED = [*FILES, *KERNELS, *PARTLY]
 
@@ -195,6 +196,8 @@ JOBS: list[tuple[str, tuple[Any, ...], str, dict[str, str]]] = [
     *(("leave", (how,), "001", {BITS: "4", CROSS: "GLOO"}) for how in ("done", "failed")),
     ("told_timeouts", (), "00", {BITS: "4"}),
     ("every_collective", (), "00", {}),
+    ("sums_and_gathers", ("standin",), "00", {}),
+    ("carried_or_refused", (), "00", {}),
     ("waits_and_futures", (False,), "00", {BITS: "4"}),
     ("mixed_calls", (), "00", {}),
     ("alone", (), "0", {BITS: "4"}),

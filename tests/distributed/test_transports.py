@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed import transport_cases
 from distributed.gradients import BITS
 from distributed.harness import Rank, describe, left_in_shared_memory, observe_ranks, run_ranks, shared_memory_names
+from distributed.in_shares import sweep
 from distributed.launching import LIBRARIES, clean_environ, finish, run, start, start_ranks, with_mpi4py_on
 from distributed.training import make_net, train
 from distributed.transport_cases import CASES, WORLD, Ranks
@@ -89,10 +90,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from distributed.test_transports import losses
+from distributed.test_transports import losses, shares
 
 dist.init_process_group("cgx", timeout=timedelta(seconds=60))
-sys.stdout.write(f"{losses()}\\n")  # in one write: two ranks share the terminal
+sys.stdout.write(f"{losses()}\\n{shares()}\\n")  # in one write: two ranks share the terminal
 """
 
 
@@ -111,6 +112,14 @@ def losses(*_: Any) -> str:
     return f"{transport_name(group)}: rank {dist.get_rank()} {found}"
 
 
+def shares(*_: Any) -> str:
+    """Of compressed reduce-scatters and all-gathers, and over what they went."""
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    return f"{transport_name(group)}: shares of rank {dist.get_rank()} {sweep(dist.get_rank(), dist.get_world_size())}"
+
+
 def training(folder: Path) -> tuple[Path, dict[str, str]]:
     environ = clean_environ(folder) | {BITS: "4", INNER: "MPI", CROSS: "MPI"}
     environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent.parent)
@@ -120,14 +129,18 @@ def training(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 @pytest.mark.parametrize("library", EACH_LIBRARY)
-def test_training_over_mpi_under_mpirun_is_training_over_gloo_to_the_bit(library: str, tmp_path: Path) -> None:
+def test_training_and_shares_over_mpi_under_mpirun_are_those_over_gloo_to_the_bit(library: str, tmp_path: Path) -> None:
     script, environ = training(tmp_path)
     process = start([*start_ranks(library), sys.executable, script], with_mpi4py_on(library, environ))
     output = finish(process)
-    over_gloo = run_ranks(losses, 2, "cgx", env={BITS: "4", INNER: "GLOO"})
-    expected = [line.replace("GlooTransport", "MpiTransport") for line in over_gloo]
-    assert expected != over_gloo
-    assert sorted(re.findall(r"MpiTransport: rank \d \[.*?\]", output)) == expected, output
+    for what, found in (
+        (losses, r"MpiTransport: rank \d \[.*?\]"),
+        (shares, r"MpiTransport: shares of rank \d \[.*?\]"),
+    ):
+        over_gloo = run_ranks(what, 2, "cgx", env={BITS: "4", INNER: "GLOO"})
+        expected = [line.replace("GlooTransport", "MpiTransport") for line in over_gloo]
+        assert expected != over_gloo
+        assert sorted(re.findall(found, output)) == expected, output
     assert process.returncode == 0, output
 
 

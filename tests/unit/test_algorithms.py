@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_cgx.algorithms import ALGORITHMS, Topology, all_to_all, hierarchical, ring, scatter_reduce_allgather
+from torch_cgx.algorithms import (
+    ALGORITHMS,
+    IN_SHARES,
+    Topology,
+    all_gather,
+    all_to_all,
+    hierarchical,
+    reduce_scatter,
+    ring,
+    scatter_reduce_allgather,
+)
 from torch_cgx.algorithms.hierarchical import most_shares
+from torch_cgx.checker import Report, check, check_all_gather, check_reduce_scatter
 from torch_cgx.errors import ProgramError
 from torch_cgx.executors.programs import programs_for
-from torch_cgx.program import Add, Combine, Encode, Program, Receive, Reduce, Report, Send, check
+from torch_cgx.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
 
 NBYTES, EXACT_NBYTES = 1000, 8000  # of every chunk's payload
+CHECKS = {"REDUCE_SCATTER": check_reduce_scatter, "ALL_GATHER": check_all_gather}
 
 
 def programs(topology: Topology, nonempty: list[bool] | None = None) -> list[Program]:
@@ -85,6 +98,92 @@ def test_all_to_all_takes_any_number_of_chunks(world: int, nonempty: list[bool])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_only_rank_of_a_world_does_nothing(algorithm: str) -> None:
     assert programs(Topology.flat(algorithm, 1)) == [()]
+
+
+# ---- reduce-scatter and all-gather ----
+
+
+@pytest.mark.parametrize("world", range(1, 13))
+def test_a_reduce_scatter_quantizes_once_and_sends_every_peer_its_share(world: int) -> None:
+    """Each rank sends all of the payload but its own share of it: (N - 1) / N."""
+    sizes = [NBYTES + rank for rank in range(world)]
+    report = check_reduce_scatter(programs(Topology.flat("REDUCE_SCATTER", world)), sizes)
+    assert report.quantizations == ({} if world == 1 else dict.fromkeys(range(world), 1))
+    assert report.messages == (world - 1,) * world
+    assert report.sent_nbytes == tuple(sum(sizes) - sizes[rank] for rank in range(world))
+    assert all(message.receiver == message.chunk for message in report.sent)
+
+
+@pytest.mark.parametrize("world", range(1, 13))
+def test_an_all_gather_quantizes_once_and_sends_its_share_to_every_peer(world: int) -> None:
+    """Each rank sends N - 1 times its own payload."""
+    sizes = [NBYTES + rank for rank in range(world)]
+    report = check_all_gather(programs(Topology.flat("ALL_GATHER", world)), sizes)
+    assert report.quantizations == ({} if world == 1 else dict.fromkeys(range(world), 1))
+    assert report.messages == (world - 1,) * world
+    assert report.sent_nbytes == tuple((world - 1) * sizes[rank] for rank in range(world))
+    assert all(message.sender == message.chunk for message in report.sent)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("algorithm", IN_SHARES)
+def test_with_any_shares_empty_the_others_are_right_and_nothing_is_sent_of_the_empty_ones(
+    algorithm: str, world: int
+) -> None:
+    sizes = [NBYTES + rank for rank in range(world)]
+    for nonempty in product((False, True), repeat=world):
+        report = CHECKS[algorithm](programs(Topology.flat(algorithm, world), list(nonempty)), sizes)
+        full = [rank for rank in range(world) if nonempty[rank]] if world > 1 else []
+        assert report.quantizations == dict.fromkeys(full, 1)
+        of_each = [sizes[rank] if rank in full else 0 for rank in range(world)]
+        if algorithm == "ALL_GATHER":
+            assert report.sent_nbytes == tuple((world - 1) * nbytes for nbytes in of_each)
+        else:
+            assert report.sent_nbytes == tuple(sum(of_each) - of_each[rank] for rank in range(world))
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+def test_shares_are_summed_in_the_order_of_ranks_and_gathered_into_their_places(world: int) -> None:
+    """So the bits of a sum do not depend on who came first; and every rank decodes each share once."""
+    for rank, steps in enumerate(programs(Topology.flat("REDUCE_SCATTER", world))):
+        senders = {step.slot: step.peer for step in steps if isinstance(step, Receive)}
+        (total,) = [step for step in steps if isinstance(step, Sum)]
+        assert total.chunk == rank
+        assert [senders[slot] for slot in total.inputs] == [peer for peer in range(world) if peer != rank]
+    for steps in programs(Topology.flat("ALL_GATHER", world)):
+        assert sorted(step.chunk for step in steps if isinstance(step, Decode)) == list(range(world))
+
+
+@pytest.mark.parametrize("algorithm", IN_SHARES)
+@pytest.mark.parametrize("world", range(2, 13))
+def test_at_no_moment_do_all_ranks_write_to_the_same_one(algorithm: str, world: int) -> None:
+    """The n-th sends of all ranks go to as many different ones, and are the n-th that these receive."""
+    made = programs(Topology.flat(algorithm, world))
+    sends = [[step.peer for step in steps if isinstance(step, Send)] for steps in made]
+    receives = [[step.peer for step in steps if isinstance(step, Receive)] for steps in made]
+    for turn in range(world - 1):
+        assert {peers[turn] for peers in sends} == set(range(world))
+        assert all(receives[sends[rank][turn]][turn] == rank for rank in range(world))
+
+
+@pytest.mark.parametrize("algorithm", IN_SHARES)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_no_step_of_a_program_in_shares_can_be_left_out(algorithm: str, world: int) -> None:
+    made = programs(Topology.flat(algorithm, world))
+    CHECKS[algorithm](made)
+    for rank, steps in enumerate(made):
+        for left_out in range(len(steps)):
+            broken = list(made)
+            broken[rank] = steps[:left_out] + steps[left_out + 1 :]
+            with pytest.raises(ProgramError):
+                CHECKS[algorithm](broken)
+
+
+@pytest.mark.parametrize("algorithm", IN_SHARES)
+def test_shares_are_of_ranks_not_of_nodes(algorithm: str) -> None:
+    """Where several ranks are on one node the programs are the same: there is no hierarchy of shares."""
+    with pytest.raises(ValueError, match=f"expected SRA or RING, got {algorithm}"):
+        Topology(algorithm, (0, 0, 1))
 
 
 def expected_quantizations(topology: Topology, sizes: list[int]) -> dict[int, int]:
@@ -284,10 +383,12 @@ def test_they_are_registered_by_the_names_that_the_variables_use() -> None:
         "SRA": scatter_reduce_allgather.program,
         "RING": ring.program,
         "ALL_TO_ALL": all_to_all.program,
+        "REDUCE_SCATTER": reduce_scatter.program,
+        "ALL_GATHER": all_gather.program,
     }
 
 
-@pytest.mark.parametrize("algorithm", ["RING", "ALL_TO_ALL"])
+@pytest.mark.parametrize("algorithm", ["RING", "ALL_TO_ALL", *IN_SHARES])
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_of_its_world_is_refused(algorithm: str, rank: int) -> None:
     with pytest.raises(ValueError, match="rank: expected 0 to 1, got"):
@@ -297,6 +398,9 @@ def test_a_rank_outside_of_its_world_is_refused(algorithm: str, rank: int) -> No
 def test_chunks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="expected one for each of 2 ranks, got 3"):
         ring.program([True] * 3, 0, 2)
+    for in_shares in (reduce_scatter.program, all_gather.program):
+        with pytest.raises(ValueError, match="expected one for each of 2 ranks, got 3"):
+            in_shares([True] * 3, 0, 2)
     with pytest.raises(ValueError, match="chunks: expected 4, got 3"):
         Topology("SRA", (0, 0, 1, 1), 2).program([True] * 3, 0)
 
@@ -304,7 +408,7 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "nodes", "shares", "text"),
     [
-        ("TREE", (0, 1), 1, "expected SRA, RING, ALL_TO_ALL, got TREE"),
+        ("TREE", (0, 1), 1, "expected SRA, RING, ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER, got TREE"),
         ("SRA", (), 1, "expected one for each rank, got none"),
         ("SRA", (0, 0, 1), 2, "expected 1 to 1, the ranks of the smallest node, got 2"),
         ("SRA", (0, 0, 1), 0, "expected 1 to 1, the ranks of the smallest node, got 0"),

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from standin import Meeting, NotedKernels, StandInDevice, Stream
-from torch_cgx.algorithms import Topology
+from torch_cgx.algorithms import IN_SHARES, Topology
 from torch_cgx.executors import memory
 from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.cuda import CudaExecutor
 from torch_cgx.executors.rounds import rounds_for
 from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.cpu import default_kernels
-from torch_cgx.layout import Layer, Layout, make_layout
+from torch_cgx.layout import Layer, Layout, make_layout, make_shares_layout
 from torch_cgx.quantizers import Identity, MaxMin
 from torch_cgx.transports import Arrival
 
@@ -94,7 +94,9 @@ class _HallArrival:
         self._hall.barrier.wait()
 
 
-def run_all(values: Sequence[Tensor], residuals: Sequence[Tensor], **fields: Any) -> list[StandInDevice]:
+def run_all(
+    values: Sequence[Tensor], residuals: Sequence[Tensor | None], shares: Sequence[Tensor] | None = None, **fields: Any
+) -> list[StandInDevice]:
     """One thread a rank; what each one's device was asked."""
     world = len(values)
     hall, devices = Hall(world), [StandInDevice() for _ in values]
@@ -104,14 +106,19 @@ def run_all(values: Sequence[Tensor], residuals: Sequence[Tensor], **fields: Any
         device = devices[rank]
         kernels = NotedKernels(default_kernels(), device)
         executor = CudaExecutor(device, lambda: kernels, HallExchange(hall, device, rank), rank)
-        operation = Reduction(values=values[rank], residual=residuals[rank], **fields)
+        share = None if shares is None else shares[rank]
+        operation = Reduction(values=values[rank], residual=residuals[rank], share=share, **fields)
         with device.watching():
             values[rank].mul_(1)  # the caller's stream has made the values
+            if share is not None:
+                share.mul_(1)
             enqueued = executor.take(operation)
             executor.enqueue(operation, enqueued, widened=widened)
             assert enqueued.done is not None
             device.hold_back(device.here, enqueued.done)
-            values[rank].add(residuals[rank])  # and reads what came of them
+            (values[rank] if share is None else share).add(1)  # and reads what came of them
+            if residuals[rank] is not None:
+                residuals[rank].add(1)
         device.order.check()
 
     with ThreadPoolExecutor(world) as pool:
@@ -173,6 +180,56 @@ def test_sums_of_16_bits_in_several_steps_are_made_in_32(dtype: torch.dtype) -> 
     assert all(torch.equal(got, want.to(dtype)) for got, want in zip(inputs, expected, strict=True))
 
 
+SHARE_LAYERS = (Layer(3001, MaxMin(4, 64)), Layer(37, Identity()), Layer(2000, MaxMin(2, 512, True)))
+SHARE_NUMEL = sum(layer.numel for layer in SHARE_LAYERS)
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 3])
+def test_shares_have_the_bits_of_the_in_memory_executor(world: int, dtype: torch.dtype, stochastic: bool) -> None:
+    layout = make_shares_layout(SHARE_LAYERS, world, dtype.itemsize, 1 << 14)
+    assert len(layout.slices) >= 2, "slices must overlap here"
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(world * SHARE_NUMEL, generator=generator).to(dtype) for _ in range(world)]
+    kernels, rounding = [default_kernels()] * world, Rounding(stochastic, seed=5, op=9)
+    fields = {"layout": layout, "scale": 1 / 3, "rounding": rounding, "agreed": 77}
+    nothing: list[None] = [None] * world
+
+    values = [x.clone() for x in inputs]
+    shares, expected = ([x.view(world, -1)[rank].clone() for rank, x in enumerate(inputs)] for _ in range(2))
+    memory.reduce_scatter(inputs, expected, layout, kernels, scale=1 / 3, rounding=rounding)
+    run_all(values, nothing, shares, topology=Topology.flat("REDUCE_SCATTER", world), **fields)
+    assert all(map(torch.equal, shares, expected)) and all(map(torch.equal, values, inputs))
+
+    gathered = [x.clone() for x in inputs]
+    memory.all_gather(gathered, layout, kernels, rounding=rounding)
+    run_all(values, nothing, topology=Topology.flat("ALL_GATHER", world), **fields)
+    assert all(torch.equal(got, gathered[0]) for got in values)
+
+
+def test_a_reduce_scatter_keeps_the_share_too_and_has_one_exchange_a_slice() -> None:
+    layout = make_shares_layout((Layer(2048, MaxMin(4, 64)),), 2, 4, 1 << 20)
+    topology = Topology.flat("REDUCE_SCATTER", 2)
+    fields = {"layout": layout, "topology": topology, "scale": 1.0, "rounding": Rounding(op=3), "agreed": 7}
+    values, shares = [torch.ones(4096) for _ in "ab"], [torch.ones(2048) for _ in "ab"]
+    for device in run_all(values, [None, None], shares, **fields):
+        assert device.log == [
+            ("keep", 4096, "side 1"),
+            ("keep", 2048, "side 1"),
+            ("record", 1, "caller"),
+            ("hold back", "side 1", 1),
+            ("begin", 3, 7, (1 - devices_rank(device),)),
+            ("encode", "side 1"),
+            ("exchange", "side 1"),
+            ("arrived", "side 1"),
+            ("sum", "side 1"),
+            ("record", 2, "side 1"),
+            ("hold back", "caller", 2),
+        ]
+    assert all((share == 2.0).all() for share in shares)
+
+
 def test_kernels_exchanges_and_events_come_in_this_order() -> None:
     topology = Topology.flat("SRA", 2)
     layout = make_layout((Layer(4096, MaxMin(4, 64)),), 2, 4, 1 << 20)
@@ -224,9 +281,9 @@ def test_a_capture_is_refused_before_anything_is_done() -> None:
     assert device.log == []
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", [*TOPOLOGIES, *IN_SHARES])
 def test_every_message_of_the_programs_is_in_one_round(name: str) -> None:
-    topology = TOPOLOGIES[name]
+    topology = TOPOLOGIES[name] if name in TOPOLOGIES else Topology.flat(name, 4)
     nonempty = (True,) * topology.n_chunks
     by_rank = [rounds_for(topology, nonempty, rank) for rank in range(topology.world)]
     assert len({tuple(map(len, rounds)) for rounds in by_rank}) == 1, "ranks have different rounds"

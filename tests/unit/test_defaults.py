@@ -1,4 +1,4 @@
-"""`set_default` and `uncompressed`: what holds for an all_reduce that is called now, whoever calls it."""
+"""`set_default`, `compressed` and `uncompressed`: what holds for a call that is made now, whoever makes it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from torch_cgx import set_default, uncompressed
+from torch_cgx import compressed, set_default, uncompressed
 from torch_cgx.config import BITS_VARIABLE, BLOCK_VARIABLE, Compression
-from torch_cgx.defaults import compression
+from torch_cgx.defaults import asked_compression, compression, is_uncompressed, share_compression
 
 EXACT = 32
 
@@ -22,6 +22,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     set_default()
     assert compression() == Compression(EXACT, 512)
+    assert share_compression().bits == EXACT and not is_uncompressed()
 
 
 def test_nobody_asked_so_it_is_exact() -> None:
@@ -163,3 +164,85 @@ def test_many_threads_leave_nothing_behind() -> None:
         thread.join()
     assert not wrong
     assert compression().bits == 4
+
+
+# ---- compressed ----
+
+
+def test_only_a_compressed_block_compresses_reduce_scatters_and_all_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BITS_VARIABLE, "4")
+    set_default(bits=2)
+    assert share_compression().bits == EXACT
+    with compressed(3, 64):
+        assert share_compression() == compression() == asked_compression() == Compression(3, 64)
+        assert not is_uncompressed()
+    assert share_compression().bits == EXACT
+    assert compression().bits == asked_compression().bits == 2
+    monkeypatch.delenv(BITS_VARIABLE)
+
+
+def test_the_innermost_block_holds_whichever_of_the_two_it_is() -> None:
+    with compressed(4), uncompressed():
+        assert share_compression().bits == compression().bits == EXACT and is_uncompressed()
+        with compressed(8):
+            assert share_compression().bits == compression().bits == 8 and not is_uncompressed()
+        assert share_compression().bits == EXACT and is_uncompressed()
+    with compressed(4), compressed(EXACT):
+        assert share_compression().bits == EXACT and is_uncompressed()
+
+
+def test_a_compressed_block_without_a_bucket_size_has_that_which_holds_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with compressed(4):
+        assert compression() == Compression(4, 512)
+    monkeypatch.setenv(BLOCK_VARIABLE, "64")
+    with compressed(4):
+        assert compression() == Compression(4, 64)
+    with uncompressed(), compressed(4):
+        assert compression() == Compression(4, 64)
+    set_default(bucket_size=100)
+    with compressed(4), compressed(3):
+        assert compression() == Compression(3, 100)
+    with compressed(4, 32), uncompressed(), compressed(3):
+        assert compression() == Compression(3, 32)
+    monkeypatch.delenv(BLOCK_VARIABLE)
+
+
+@pytest.mark.parametrize("wrong", [{"bits": 0}, {"bits": 9}, {"bits": 4, "bucket_size": 0}, {"bits": 4.5}])
+def test_a_compressed_block_out_of_range_is_refused_and_never_entered(wrong: dict[str, int]) -> None:
+    with pytest.raises((ValueError, TypeError), match="expected"), compressed(**wrong):
+        raise AssertionError("it was entered")
+    assert share_compression().bits == EXACT
+
+
+def test_compressed_ends_with_an_exception_and_is_a_decorator_too() -> None:
+    with pytest.raises(KeyError), compressed(4), compressed(4):
+        raise KeyError("a mistake of the user's")
+    assert compression().bits == EXACT
+
+    @compressed(4)
+    def step() -> int:
+        return share_compression().bits
+
+    assert [step(), step(), share_compression().bits] == [4, 4, EXACT]
+
+
+def test_compressed_blocks_of_several_threads_may_end_in_any_order() -> None:
+    """Each ends its own, though they are alike."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def inside() -> None:
+        with compressed(4):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=inside)
+    with compressed(3):
+        thread.start()
+        assert entered.wait(10)
+        assert on_another_thread() == 4
+    assert compression().bits == share_compression().bits == 4
+    leave.set()
+    thread.join()
+    assert compression().bits == EXACT

@@ -20,7 +20,7 @@ from torch_cgx.executors.cuda import CudaExecutor, Enqueued
 from torch_cgx.executors.staged import to_host
 from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.cpu import default_kernels
-from torch_cgx.layout import Layer, make_layout
+from torch_cgx.layout import Layer, make_layout, make_shares_layout
 from torch_cgx.quantizers import MaxMin
 from torch_cgx.stream_work import StreamWork
 from torch_cgx.transports import Arrival
@@ -168,6 +168,35 @@ def test_values_that_the_side_stream_was_not_told_to_keep_are_found(monkeypatch:
         else:
             with pytest.raises(Race, match=r"memory of caller was freed while .* on side 1"):
                 device.order.check()
+
+
+@pytest.mark.parametrize("forgotten", ["nothing", "values", "share"])
+def test_of_a_reduce_scatter_the_side_stream_keeps_values_and_share(
+    forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = StandInDevice()
+    caller = Caller(device)
+    caller.fields["topology"] = Topology.flat("REDUCE_SCATTER", 2)
+    caller.fields["layout"] = make_shares_layout((Layer(NUMEL // 2, MaxMin(4, 64)),), 2, 4, 2 * NUMEL)
+    keep = device.keep
+    lengths = {"values": NUMEL, "share": NUMEL // 2}
+    monkeypatch.setattr(
+        device, "keep", lambda tensor, stream: tensor.numel() == lengths.get(forgotten) or keep(tensor, stream)
+    )
+
+    def enqueue() -> None:
+        with device.watching():
+            values = torch.linspace(0, 1, NUMEL)
+            share = values[: NUMEL // 2].clone()
+            operation = Reduction(values=values, share=share, **caller.fields)  # type: ignore[arg-type]
+            caller.executor.enqueue(operation, caller.executor.take(operation), widened=False)
+
+    enqueue()  # whose tensors nobody holds, and nobody waits for
+    if forgotten == "nothing":
+        device.order.check()
+    else:
+        with pytest.raises(Race, match=r"memory of caller was freed while .* on side 1"):
+            device.order.check()
 
 
 def test_payloads_that_are_freed_before_the_exchange_is_over_are_found() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_cgx.layout import Chunk, Layer, Layout, Piece, make_layout
+from torch_cgx.layout import Chunk, Layer, Layout, Piece, make_layout, make_shares_layout
 from torch_cgx.quantizers import Identity, MaxMin, Quantizer
 
 quantizers = st.one_of(
@@ -203,3 +203,121 @@ def test_a_quantizer_outside_its_range_is_refused(bits: int, block: int) -> None
 def test_impossible_arguments_are_refused(numel: int, world: int, itemsize: int, slice_nbytes: int) -> None:
     with pytest.raises(ValueError, match=r"expected .*, got"):
         make_layout([Layer(numel, Identity())], world, itemsize, slice_nbytes)
+
+
+# ---- tensors of one share a rank ----
+
+
+def share_numel(layers: list[Layer]) -> int:
+    return sum(layer.numel for layer in layers)
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_chunk_c_of_every_slice_lies_in_share_c_and_all_cover_every_value_once(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    layout, numel = make_shares_layout(layers, world, itemsize, slice_nbytes), share_numel(layers)
+    ends = [rank * numel for rank in range(world)]
+    for part in layout.slices:
+        assert len(part.chunks) == world
+        for rank, chunk in enumerate(part.chunks):
+            assert chunk.share == rank * numel and chunk.itemsize == itemsize
+            for piece in chunk.pieces:
+                assert piece.offset == ends[rank] and piece.numel > 0
+                ends[rank] += piece.numel
+    assert ends == [(rank + 1) * numel for rank in range(world)]
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_the_chunks_of_a_slice_are_the_same_in_every_share(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    """Each as the first share has it, which begins with the tensor; so payloads of all ranks are as long."""
+    for part in make_shares_layout(layers, world, itemsize, slice_nbytes).slices:
+        first = part.chunks[0]
+        assert first.nbytes > 0 and first.in_share == first.pieces
+        for chunk in part.chunks[1:]:
+            assert chunk.in_share == first.pieces and chunk.nbytes == first.nbytes
+            assert chunk.coded(exact=True).in_share == first.coded(exact=True).pieces
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_pieces_of_a_share_are_cut_and_coded_as_its_layers_allow(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    for part in make_shares_layout(layers, world, itemsize, slice_nbytes).slices:
+        end = 0
+        for piece in part.chunks[-1].in_share:
+            start, layer = layer_of(piece, layers)
+            quantizer = layer.quantizer
+            assert (piece.offset - start) % quantizer.cut_numel == 0
+            assert (piece.bits, piece.block) == (quantizer.bits, quantizer.block)
+            assert piece.raw_tail == quantizer.raw_tail(piece.numel)
+            assert piece.payload == end and end % 8 == 0
+            end += quantizer.payload_nbytes(piece.numel, itemsize)
+        assert part.chunks[-1].nbytes == end
+
+
+@given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_a_slice_of_all_shares_is_within_its_limit_or_one_cut_unit_of_each_and_full(
+    layers: list[Layer], world: int, itemsize: int, slice_nbytes: int
+) -> None:
+    slices = make_shares_layout(layers, world, itemsize, slice_nbytes).slices
+    for part in slices:
+        inside = [piece for chunk in part.chunks for piece in chunk.pieces]
+        if sum(piece.numel for piece in inside) * itemsize > slice_nbytes:
+            (piece,) = part.chunks[0].pieces
+            assert len(inside) == world and piece.numel <= layer_of(piece, layers)[1].quantizer.cut_numel
+    for part, following in pairwise(slices):
+        numel = sum(piece.numel for piece in part.chunks[0].pieces)
+        first = following.chunks[0].pieces[0]
+        start, layer = layer_of(first, layers)
+        unit = min(layer.quantizer.cut_numel, start + layer.numel - first.offset)
+        assert (numel + unit) * world * itemsize > slice_nbytes
+
+
+@given(layers=layers_lists, itemsize=itemsizes, slice_nbytes=slice_sizes)
+def test_the_only_share_is_laid_out_as_a_tensor_of_one_chunk(
+    layers: list[Layer], itemsize: int, slice_nbytes: int
+) -> None:
+    assert make_shares_layout(layers, 1, itemsize, slice_nbytes) == make_layout(layers, 1, itemsize, slice_nbytes)
+
+
+@given(layers=layers_lists, world=worlds)
+def test_equal_arguments_share_one_layout_of_shares(layers: list[Layer], world: int) -> None:
+    copies = [Layer(layer.numel, layer.quantizer) for layer in layers]
+    assert make_shares_layout(layers, world, 4, 1000) is make_shares_layout(tuple(copies), world, 4, 1000)
+
+
+@pytest.mark.parametrize("slice_nbytes", [64 << 20, 2**40])
+@pytest.mark.parametrize("quantizer", [MaxMin(4, 1024), MaxMin(1, 65536), Identity()])
+def test_shares_of_five_billion_values_in_all_are_covered_by_payloads_of_the_right_length(
+    quantizer: Quantizer, slice_nbytes: int
+) -> None:
+    world, numel = 5, 1_000_000_007
+    layout = make_shares_layout([Layer(numel, quantizer), Layer(0, Identity())], world, 4, slice_nbytes)
+    end = 0
+    for part in layout.slices:
+        (piece,) = part.chunks[-1].pieces
+        (own,) = part.chunks[-1].in_share
+        assert own.offset == end and piece.offset == (world - 1) * numel + end
+        end += piece.numel
+        assert part.chunks[-1].nbytes == quantizer.payload_nbytes(piece.numel, 4)
+    assert end == numel
+    whole = -(-numel * world * 4 // slice_nbytes)
+    assert whole <= len(layout.slices) <= whole * 1.1  # what a slice leaves free is less than a cut unit a share
+    assert slice_nbytes < 2**40 or len(layout.slices) == 1
+
+
+def test_no_values_make_no_slices_of_shares_either() -> None:
+    nothing = [Layer(0, Identity()), Layer(0, MaxMin(4, 64))]
+    assert make_shares_layout([], 4, 4, 1000) == make_shares_layout(nothing, 4, 4, 1000) == Layout(())
+
+
+@pytest.mark.parametrize(
+    ("numel", "world", "itemsize", "slice_nbytes"),
+    [(-1, 1, 4, 64), (8, 0, 4, 64), (8, 1, 0, 64), (8, 1, 4, 0)],
+)
+def test_impossible_shares_are_refused(numel: int, world: int, itemsize: int, slice_nbytes: int) -> None:
+    with pytest.raises(ValueError, match=r"expected .*, got"):
+        make_shares_layout([Layer(numel, Identity())], world, itemsize, slice_nbytes)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.algorithms.hierarchical import most_shares
+from torch_cgx.checker import check
 from torch_cgx.executors.combining import combine
 from torch_cgx.executors.memory import allreduce
 from torch_cgx.kernels import NEAREST, Kernels, Rounding
 from torch_cgx.kernels.cpu import available, default_kernels
 from torch_cgx.kernels.reference import ReferenceKernels
 from torch_cgx.layout import Layer, make_layout
-from torch_cgx.program import check
 from torch_cgx.quantizers import Identity, MaxMin
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_cgx.algorithms import Topology
+from torch_cgx.checker import check
 from torch_cgx.errors import MismatchError
 from torch_cgx.executors import memory
 from torch_cgx.executors.computing import Reduction
@@ -25,7 +26,6 @@ from torch_cgx.executors.staging import Staging
 from torch_cgx.kernels import NEAREST, Rounding
 from torch_cgx.kernels.cpu import default_kernels
 from torch_cgx.layout import Layer, Layout, make_layout
-from torch_cgx.program import check
 from torch_cgx.quantizers import Identity, MaxMin
 from torch_cgx.transports import TAGS
 

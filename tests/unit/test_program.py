@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
+from torch_cgx.checker import Message, Report, check, check_all_gather, check_reduce_scatter
 from torch_cgx.errors import CGXError, ProgramError
 from torch_cgx.program import (
     Add,
     Combine,
     Decode,
     Encode,
-    Message,
     Program,
     Receive,
     Reduce,
-    Report,
     Send,
-    check,
+    Sum,
     format_program,
 )
 
@@ -36,6 +37,16 @@ ADDING: tuple[Program, Program] = (
     OTHER,
 )
 
+# Two ranks, each of which sums up its own share, and each of which sends its share to the other.
+SCATTERING: tuple[Program, Program] = (
+    (Encode(1, "p0"), Send("p0", 1), Receive("p1", 1), Sum(("p1",), 0)),
+    (Encode(0, "p1"), Send("p1", 0), Receive("p0", 0), Sum(("p0",), 1)),
+)
+GATHERING: tuple[Program, Program] = (
+    (Encode(0, "s0"), Send("s0", 1), Decode("s0", 0), Receive("s1", 1), Decode("s1", 1)),
+    (Encode(1, "s1"), Send("s1", 0), Decode("s1", 1), Receive("s0", 0), Decode("s0", 0)),
+)
+
 
 def chain(first_final: bool = False, last_final: bool = True, exact: bool = False) -> list[Program]:
     """Three ranks that hand a growing sum from one to the next."""
@@ -49,9 +60,9 @@ def chain(first_final: bool = False, last_final: bool = True, exact: bool = Fals
     ]
 
 
-def reject(*programs: Program) -> str:
+def reject(*programs: Program, by: Callable[[Sequence[Program]], Report] = check) -> str:
     with pytest.raises(ProgramError) as caught:
-        check(programs)
+        by(programs)
     return str(caught.value)
 
 
@@ -309,6 +320,145 @@ def test_new_readers_of_slots_read_what_is_written_and_of_their_chunk(step: Add 
     assert "holds chunk 0, not 1" in reject((OWNER[0], other_chunk, *OWNER[1:]), OTHER)
 
 
+# ---- reduce-scatters ----
+
+
+def test_a_reduce_scatter_passes_with_its_bill() -> None:
+    assert check_reduce_scatter(SCATTERING, [24, 40]) == Report(
+        quantizations={0: 1, 1: 1},
+        messages=(1, 1),
+        sent_nbytes=(40, 24),
+        sent=(Message(0, 1, 1, exact=False), Message(1, 0, 0, exact=False)),
+    )
+    assert check_reduce_scatter(SCATTERING).sent_nbytes is None
+    exact: tuple[Program, ...] = tuple((Encode(1 - r, f"p{r}", exact=True), *SCATTERING[r][1:]) for r in (0, 1))
+    assert check_reduce_scatter(exact).quantizations == {0: 0, 1: 0}
+
+
+def test_of_a_reduce_scatter_a_share_may_be_empty() -> None:
+    assert check_reduce_scatter([SCATTERING[0][2:], SCATTERING[1][:2]]).quantizations == {0: 1}
+    assert check_reduce_scatter([(), (), ()]).quantizations == {}
+
+
+def test_a_reduce_scatter_is_no_allreduce_and_no_all_gather_nor_the_other_way_round() -> None:
+    assert "ends with its own values" in reject(*SCATTERING)
+    assert "expected what rank 0 encoded, got None" in reject(*SCATTERING, by=check_all_gather)
+    assert "misses the contributions of ranks [1]" in reject(*GATHERING, by=check_reduce_scatter)
+    assert "the sum misses the contributions" in reject(*GATHERING)
+    assert "misses the contributions of ranks [1]" in reject(OWNER, OTHER, by=check_reduce_scatter)
+    assert "expected what rank 0 encoded, got the payload of slot sum" in reject(OWNER, OTHER, by=check_all_gather)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        pytest.param(SCATTERING[0][:3], "misses the contributions of ranks [1]", id="no sum"),
+        pytest.param((*SCATTERING[0][:3], Sum((), 0)), "expected at least one slot", id="a sum of nothing"),
+        pytest.param((*SCATTERING[0][:3], Sum(("p1", "p1"), 0)), "rank 1 is summed twice", id="an input twice"),
+        pytest.param((*SCATTERING[0], Sum(("p1",), 0)), "rank 1 is summed twice", id="a sum twice"),
+        pytest.param(
+            (Encode(0, "own"), *SCATTERING[0][:3], Sum(("p1", "own"), 0)),
+            "rank 0 is summed twice",
+            id="own values twice",
+        ),
+        pytest.param((SCATTERING[0][3], *SCATTERING[0][:3]), "is read before it is written", id="too early"),
+        pytest.param((*SCATTERING[0][:3], Sum(("p0",), 0)), "holds chunk 1, not 0", id="another chunk's payload"),
+        pytest.param((*SCATTERING[0], Sum(("p0",), 1)), "chunk 1 is not in this rank's share", id="another's share"),
+        pytest.param((*SCATTERING[0], Decode("p1", 0)), "rank 0 writes over its values", id="values changed"),
+        pytest.param((*SCATTERING[0], Encode(1, "again")), "rank 0 quantizes it 2 times", id="quantized twice"),
+        pytest.param((*SCATTERING[0], Encode(2, "more")), "one in the share of one of the 2 ranks", id="no such share"),
+    ],
+)
+def test_a_wrong_reduce_scatter_is_refused(first: Program, said: str) -> None:
+    assert said in reject(first, SCATTERING[1], by=check_reduce_scatter)
+
+
+def test_a_sum_that_is_reduced_where_values_are_instead_of_in_the_share_is_no_reduce_scatter() -> None:
+    """Executors sum up in a tensor of its own: what a reduce leaves in the values, nobody would see."""
+    first: Program = (*SCATTERING[0][:3], Reduce(("p1",), 0, "sum", exact=True))
+    second: Program = (Encode(0, "p1", exact=True), *SCATTERING[1][1:])
+    assert "misses the contributions of ranks [1]" in reject(first, second, by=check_reduce_scatter)
+
+
+def test_what_was_added_to_the_values_is_not_in_the_share() -> None:
+    others: list[Program] = [(Encode(0, slot), Send(slot, 0)) for slot in ("a", "b")]
+    right: Program = (Receive("a", 1), Receive("b", 2), Sum(("a", "b"), 0))
+    assert check_reduce_scatter([right, *others]).quantizations == {0: 1}
+    added: Program = (Receive("a", 1), Add("a", 0), Receive("b", 2), Sum(("b",), 0))
+    assert "misses the contributions of ranks [1]" in reject(added, *others, by=check_reduce_scatter)
+
+
+def test_a_contribution_that_comes_by_another_rank_is_quantized_once_too_often() -> None:
+    programs: list[Program] = [
+        (Receive("b", 1), Sum(("b",), 0)),
+        (Receive("c", 2), Reduce(("c",), 0, "b", final=False), Send("b", 0)),
+        (Encode(0, "c"), Send("c", 1)),
+    ]
+    assert "a contribution is quantized 2 times" in reject(*programs, by=check_reduce_scatter)
+
+
+def test_payloads_of_both_codings_or_scaled_ones_in_a_share_s_sum_are_refused() -> None:
+    others: list[Program] = [(Encode(0, "a"), Send("a", 0)), (Encode(0, "b", exact=True), Send("b", 0))]
+    first: Program = (Receive("a", 1), Receive("b", 2), Sum(("a", "b"), 0))
+    assert "slot b is exact, and the others are compressed" in reject(first, *others, by=check_reduce_scatter)
+    scaled: Program = (Reduce((), 0, "p1"), *SCATTERING[1][1:])
+    assert "was scaled already" in reject(SCATTERING[0], scaled, by=check_reduce_scatter)
+
+
+# ---- all-gathers ----
+
+
+def test_an_all_gather_passes_with_its_bill() -> None:
+    assert check_all_gather(GATHERING, [24, 40]) == Report(
+        quantizations={0: 1, 1: 1},
+        messages=(1, 1),
+        sent_nbytes=(24, 40),
+        sent=(Message(0, 1, 0, exact=False), Message(1, 0, 1, exact=False)),
+    )
+    assert check_all_gather([GATHERING[0][:3], GATHERING[1][3:]]).quantizations == {0: 1}
+    exact: Program = (Encode(0, "s0", exact=True), *GATHERING[0][1:])
+    assert check_all_gather([exact, GATHERING[1]]).quantizations == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        pytest.param((*GATHERING[0][:2], *GATHERING[0][3:]), "chunk 0: the bits differ", id="own values kept"),
+        pytest.param(GATHERING[0][:4], "chunk 1: the bits differ", id="another's never decoded"),
+        pytest.param((*GATHERING[0], Encode(0, "t0"), Decode("t0", 0)), "chunk 0: the bits differ", id="encoded again"),
+        pytest.param((*GATHERING[0], Encode(0, "t0")), "rank 0 quantizes it 2 times", id="quantized twice"),
+        pytest.param((*GATHERING[0][:4], Add("s1", 1)), "chunk 1: the bits differ", id="added instead"),
+        pytest.param((*GATHERING[0][:4], Decode("s1", 0)), "holds chunk 1, not 0", id="over another chunk"),
+        pytest.param((*GATHERING[0][2:], *GATHERING[0][:2]), "is read before it is written", id="too early"),
+        pytest.param((GATHERING[0][0], *GATHERING[0]), "is written twice", id="a slot twice"),
+    ],
+)
+def test_a_wrong_all_gather_is_refused(first: Program, said: str) -> None:
+    assert said in reject(first, GATHERING[1], by=check_all_gather)
+
+
+def test_a_share_that_somebody_else_encoded_or_nobody_decoded_is_refused() -> None:
+    """The same bits on all ranks, and the wrong ones."""
+    stolen: tuple[Program, Program] = (
+        (Encode(1, "s0"), Send("s0", 1), Decode("s0", 1)),
+        (Receive("s0", 0), Decode("s0", 1)),
+    )
+    text = reject(*stolen, by=check_all_gather)
+    assert "chunk 1: expected what rank 1 encoded, got the payload of slot s0 of rank 0" in text
+    kept = tuple(tuple(step for step in program if not isinstance(step, Decode)) for program in GATHERING)
+    assert "chunk 0: expected what rank 0 encoded, got None" in reject(*kept, by=check_all_gather)
+
+
+@pytest.mark.parametrize("checked", [check_reduce_scatter, check_all_gather])
+def test_messages_and_waits_are_checked_alike(checked: Callable[[Sequence[Program]], Report]) -> None:
+    programs = SCATTERING if checked is check_reduce_scatter else GATHERING
+    first, second = programs
+    assert "got 1 and 0" in reject(first, tuple(s for s in second if not isinstance(s, Receive)), by=checked)
+    early = sorted(first, key=lambda step: not isinstance(step, Receive))
+    also_early = sorted(second, key=lambda step: not isinstance(step, Receive))
+    assert reject(tuple(early), tuple(also_early), by=checked).startswith("circular wait: rank 0 waits")
+
+
 def test_program_errors_are_errors_of_ours_and_runtime_errors() -> None:
     assert issubclass(ProgramError, CGXError) and issubclass(CGXError, RuntimeError)
 
@@ -324,6 +474,8 @@ def test_a_printed_program_has_one_numbered_line_a_step() -> None:
     )
     assert format_program(OWNER).splitlines()[1] == "2  reduce  chunk 0 with part into sum"
     assert format_program(COMBINING[0]).splitlines()[3] == "4  combine p0, p1 over chunk 0"
+    assert format_program(SCATTERING[0]).splitlines()[3] == "4  sum     chunk 0 with p1"
+    assert str(Sum(("a", "b"), 3)) == "sum     chunk 3 with a, b"
     assert format_program(ADDING[0]).splitlines()[1:3] == [
         "2  add     part to chunk 0",
         "3  reduce  chunk 0 with nothing into sum",

@@ -14,7 +14,7 @@ from torch_cgx.config import Compression, Settings
 from torch_cgx.layers import LayerTable
 from torch_cgx.layout import Layer
 from torch_cgx.quantizers import Identity, MaxMin
-from torch_cgx.reducers import Counts, Meanings, Place, Request, make_reduction
+from torch_cgx.requests import Counts, Meanings, Place, Request, make_reduction
 
 SLICE = 1 << 20
 

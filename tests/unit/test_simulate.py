@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_cgx.algorithms import Topology
+from torch_cgx.checker import check
 from torch_cgx.executors.simulate import Costs, Speeds, Timing, Wire, simulate, size_of
 from torch_cgx.executors.simulate_classes import Cluster, simulate_cluster
 from torch_cgx.layout import Layer, Layout, make_layout
-from torch_cgx.program import check
 from torch_cgx.quantizers import Identity, MaxMin, Quantizer
 
 MIXED = Costs(

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from torch_cgx.algorithms import ALGORITHMS
 from torch_cgx.algorithms.scatter_reduce_allgather import program
-from torch_cgx.program import Encode, Program, Receive, Reduce, check
+from torch_cgx.checker import check
+from torch_cgx.program import Encode, Program, Receive, Reduce
 
 
 def programs(nonempty: list[bool]) -> list[Program]:

@@ -260,6 +260,16 @@ def test_a_call_is_one_launch_however_many_layers_it_has() -> None:
     assert kernels.launches == ["encode_kernel", "decode_kernel", "encode_kernel"]
 
 
+def test_a_sum_is_a_launch_a_payload_and_one_more_where_values_of_16_bits_travel_raw() -> None:
+    """Its bits are those of the oracle: test_shares.py."""
+    rows = [(40, bits, 32, False) for bits in [*WIDTHS, 32] * 20]
+    for dtype, launches in ((torch.float32, 3), (torch.bfloat16, 6)):
+        pieces, numel, nbytes = table_of(rows, dtype)
+        kernels, slot = Counting(), torch.zeros(nbytes, dtype=torch.uint8)
+        kernels.sum(pieces, torch.zeros(numel, dtype=dtype), [slot] * 3, 0.5)
+        assert kernels.launches == ["decode_kernel"] * launches
+
+
 def test_blocks_that_fit_no_tile_take_a_second_launch_to_encode() -> None:
     pieces, numel, nbytes = table_of([(40, 4, 32, False), (40, 4, 9, False)], torch.float32)
     kernels, slot = Counting(), torch.zeros(nbytes, dtype=torch.uint8)
@@ -327,6 +337,7 @@ def test_no_pieces_are_no_launch() -> None:
     kernels = TritonKernels()
     kernels.encode((), torch.zeros(4), torch.zeros(0, dtype=torch.uint8), NEAREST)
     kernels.decode((), torch.zeros(0, dtype=torch.uint8), torch.zeros(4))
+    kernels.sum((), torch.zeros(4), [torch.zeros(0, dtype=torch.uint8)], 1.0)
 
 
 def test_what_does_not_fit_is_refused_with_what_was_expected() -> None:

@@ -27,7 +27,7 @@ __all__ = [
     "shares_memory",
 ]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _log = logging.getLogger("torch_cgx")
 
@@ -86,6 +86,7 @@ class Submission(ctypes.Structure):
         ("plan", c_void_p),
         ("values", c_void_p),
         ("residual", c_void_p),
+        ("share", c_void_p),
         ("scale", c_double),
         ("rounding", Rounding),
         *((name, c_int64) for name in ("timeout_ms", "bytes_before", "bytes_after", "compressed", "wake", "completed")),
@@ -123,6 +124,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(POINTER(Means), c_int, POINTER(Piece), c_int64, c_void_p, POINTER(c_void_p), c_int64, c_double, c_void_p),
             *(POINTER(Rounding), c_void_p),
         ],
+    ),
+    "cgx_sum": (
+        c_int,
+        [POINTER(Means), c_int, POINTER(Piece), c_int64, c_void_p, POINTER(c_void_p), c_int64, c_double],
     ),
     "cgx_signal_to_eventfd": (c_int, [c_int, c_int]),
 }

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_cgx.algorithms import all_to_all, hierarchical, ring, scatter_reduce_allgather
+from torch_cgx.algorithms import all_gather, all_to_all, hierarchical, reduce_scatter, ring, scatter_reduce_allgather
 from torch_cgx.program import Program
 
-__all__ = ["ALGORITHMS", "N_CHUNKS", "Algorithm", "Topology"]
+__all__ = ["ALGORITHMS", "IN_SHARES", "N_CHUNKS", "Algorithm", "Topology"]
 
 # (which chunks are not empty, rank, world) -> the rank's program
 Algorithm = Callable[[Sequence[bool], int, int], Program]
 
-# By the names that CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE have; ALL_TO_ALL is for tiny buffers.
+# By the names that CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE have; ALL_TO_ALL is for tiny buffers. The last
+# two are no allreduces.
 ALGORITHMS: Mapping[str, Algorithm] = {
     "SRA": scatter_reduce_allgather.program,
     "RING": ring.program,
     "ALL_TO_ALL": all_to_all.program,
+    "REDUCE_SCATTER": reduce_scatter.program,
+    "ALL_GATHER": all_gather.program,
 }
 
 # world -> into how many chunks a slice is cut
@@ -29,7 +32,12 @@ N_CHUNKS: Mapping[str, Callable[[int], int]] = {
     "SRA": scatter_reduce_allgather.n_chunks,
     "RING": ring.n_chunks,
     "ALL_TO_ALL": all_to_all.n_chunks,
+    "REDUCE_SCATTER": reduce_scatter.n_chunks,
+    "ALL_GATHER": all_gather.n_chunks,
 }
+
+# Those whose chunks are of the ranks' shares: see `layout.make_shares_layout`.
+IN_SHARES = ("REDUCE_SCATTER", "ALL_GATHER")
 
 
 @dataclass(frozen=True, slots=True)

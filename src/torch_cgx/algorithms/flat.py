@@ -10,6 +10,11 @@ def check_rank(rank: int, world: int) -> None:
         raise ValueError(f"rank: expected 0 to {world - 1}, got {rank}")
 
 
+def in_turn(rank: int, world: int) -> list[int]:
+    """The peers of a rank from the next one on, so that not all ranks write to the same one."""
+    return [(rank + distance) % world for distance in range(1, world)]
+
+
 def owned_chunks(chunks_nonempty: Sequence[bool], rank: int, world: int) -> list[int | None]:
     """The chunk that each rank owns: the one of its number; None where that is empty."""
     check_rank(rank, world)

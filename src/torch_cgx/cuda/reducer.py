@@ -18,7 +18,16 @@ from torch_cgx.executors.computing import Reduction
 from torch_cgx.executors.cuda import CudaExecutor, Enqueued
 from torch_cgx.executors.jobs import JobThread
 from torch_cgx.executors.shm import SharedGroup
-from torch_cgx.reducers import Counts, Meaning, Meanings, Place, Request, begin_trail, make_reduction
+from torch_cgx.requests import (
+    Counts,
+    Meaning,
+    Meanings,
+    Place,
+    Request,
+    begin_trail,
+    make_reduction,
+    share_meanings,
+)
 from torch_cgx.stream_work import StagedWork, StreamWork
 from torch_cgx.transports import Exchange
 
@@ -54,6 +63,7 @@ class CudaReducer:
         self._exchange = exchange
         self._topology = topology
         self._meanings = Meanings(place, topology)
+        self._share_meanings = share_meanings(place)
         self._place = place
         self._board = board
         self._lock = lock
@@ -67,8 +77,9 @@ class CudaReducer:
 
     def submit(self, request: Request) -> StreamWork:
         place, where = self._place, request.tensor.device
-        meaning = self._meanings.of(request, self._slice_nbytes(request))
-        reduction = make_reduction(request, meaning, place, self._topology)
+        meanings = self._meanings if request.in_shares is None else self._share_meanings[request.in_shares]
+        meaning = meanings.of(request, self._slice_nbytes(request))
+        reduction = make_reduction(request, meaning, place, meanings.topology)
         with self._lock:
             if self._failure is not None:
                 raise self._failure

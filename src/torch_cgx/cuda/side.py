@@ -21,7 +21,7 @@ from torch_cgx.executors.shm import SharedGroup
 from torch_cgx.executors.staged import DividedExchange
 from torch_cgx.membership import Joining
 from torch_cgx.nodes import topology_of
-from torch_cgx.reducers import Place
+from torch_cgx.requests import Place
 from torch_cgx.stream_work import CoalescedWork
 from torch_cgx.transports.nccl import leave, limit
 

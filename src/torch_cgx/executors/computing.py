@@ -11,11 +11,11 @@ from torch_cgx.algorithms import Topology
 from torch_cgx.executors.combining import combine
 from torch_cgx.kernels import Kernels, Rounding
 from torch_cgx.layout import Chunk, Layout
-from torch_cgx.program import Add, Combine, Decode, Encode, Reduce
+from torch_cgx.program import Add, Combine, Decode, Encode, Reduce, Sum
 
 __all__ = ["PHASES", "Compute", "Reduction", "compute"]
 
-Compute = Encode | Reduce | Add | Combine | Decode
+Compute = Encode | Reduce | Add | Combine | Sum | Decode
 
 # What the time of a step is counted as.
 PHASES: dict[type[Compute], str] = {
@@ -23,21 +23,23 @@ PHASES: dict[type[Compute], str] = {
     Reduce: "reduce_s",
     Add: "decode_s",
     Combine: "decode_s",
+    Sum: "reduce_s",
     Decode: "decode_s",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What is to be done: a flat tensor reduced in place."""
+    """What is to be done: a flat tensor reduced in place, or its shares summed up or gathered."""
 
-    values: Tensor
+    values: Tensor  # of a reduce-scatter: only read
     layout: Layout
     topology: Topology
     scale: float
     rounding: Rounding
     agreed: int  # a hash of the call, which must be the same on all ranks
     residual: Tensor | None = None  # float32, as long: gets what this rank's encoding loses, see `Kernels`
+    share: Tensor | None = None  # of a reduce-scatter: holds this rank's own values of its share, and gets the sum
 
     def numbered(self, number: int) -> Reduction:
         """As the operation of this number in its group."""
@@ -67,5 +69,9 @@ def compute(
     elif isinstance(step, Combine):
         inputs = [slots[slot] for slot in step.inputs]
         combine(kernels, coded(step.inputs[0]).pieces, values, inputs, operation.scale)
+    elif isinstance(step, Sum):
+        assert operation.share is not None
+        inputs = [slots[slot] for slot in step.inputs]
+        kernels.sum(coded(step.inputs[0]).in_share, operation.share, inputs, operation.scale)
     else:
         kernels.decode(coded(step.slot).pieces, slots[step.slot], values, add=isinstance(step, Add))

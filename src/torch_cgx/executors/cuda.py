@@ -79,7 +79,7 @@ class CudaExecutor:
         if values.device not in self._sides:
             self._sides[values.device] = device.side_stream(values.device)
         side = self._sides[values.device]
-        for tensor in (values, operation.residual):
+        for tensor in (values, operation.residual, operation.share):
             if tensor is not None:
                 device.keep(tensor, side)
         return Enqueued(device.record(device.current_stream(values.device)), side)

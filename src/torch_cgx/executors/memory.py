@@ -6,7 +6,7 @@ Deterministic, with no threads: one rank after the other makes a step, in turn o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple, TypeAlias
@@ -19,9 +19,9 @@ from torch_cgx.errors import ProgramError
 from torch_cgx.executors.combining import combine
 from torch_cgx.kernels import NEAREST, Kernels, Piece, Rounding
 from torch_cgx.layout import Layout, Slice
-from torch_cgx.program import Add, Combine, Encode, Program, Receive, Reduce, Send, Step
+from torch_cgx.program import Add, Combine, Encode, Program, Receive, Reduce, Send, Step, Sum
 
-__all__ = ["allreduce", "run"]
+__all__ = ["all_gather", "allreduce", "reduce_scatter", "run"]
 
 # What a fresh slot holds. A kernel that leaves a byte of its payload unwritten shows it by this.
 _UNWRITTEN = 0xA5
@@ -40,10 +40,42 @@ def allreduce(
 ) -> None:
     """Reduce one flat tensor a rank, in place, slice by slice; without a topology by SRA, all ranks alike."""
     topology = topology or Topology.flat("SRA", len(values))
+    for part, programs in _programs(topology, layout):
+        run(programs, part, values, kernels, scale=scale, rounding=rounding, order=order, residuals=residuals)
+
+
+def reduce_scatter(
+    values: Sequence[Tensor],
+    shares: Sequence[Tensor],
+    layout: Layout,
+    kernels: Sequence[Kernels],
+    *,
+    scale: float = 1.0,
+    rounding: Rounding = NEAREST,
+    order: Random | None = None,
+) -> None:
+    """Sum up one share a rank: shares[r], which must hold rank r's own values of it, becomes the sum."""
+    for part, programs in _programs(Topology.flat("REDUCE_SCATTER", len(values)), layout):
+        run(programs, part, values, kernels, scale=scale, rounding=rounding, order=order, shares=shares)
+
+
+def all_gather(
+    values: Sequence[Tensor],
+    layout: Layout,
+    kernels: Sequence[Kernels],
+    *,
+    rounding: Rounding = NEAREST,
+    order: Random | None = None,
+) -> None:
+    """Give every rank's share, which values[r] holds in its place, to all others, in place."""
+    for part, programs in _programs(Topology.flat("ALL_GATHER", len(values)), layout):
+        run(programs, part, values, kernels, rounding=rounding, order=order)
+
+
+def _programs(topology: Topology, layout: Layout) -> Iterator[tuple[Slice, list[Program]]]:
     for part in layout.slices:
         nonempty = [chunk.nbytes > 0 for chunk in part.chunks]
-        programs = [topology.program(nonempty, rank) for rank in range(topology.world)]
-        run(programs, part, values, kernels, scale=scale, rounding=rounding, order=order, residuals=residuals)
+        yield part, [topology.program(nonempty, rank) for rank in range(topology.world)]
 
 
 def run(
@@ -56,10 +88,11 @@ def run(
     rounding: Rounding = NEAREST,
     order: Random | None = None,
     residuals: Sequence[Tensor] | None = None,
+    shares: Sequence[Tensor] | None = None,
 ) -> None:
     """Run programs[r] on values[r] with kernels[r], in place. The rounding gets its rank and stage here.
 
-    residuals[r] gets what rank r loses: see `Kernels`.
+    residuals[r] gets what rank r loses: see `Kernels`. shares[r] is where rank r sums up its share.
     """
     if not len(programs) == len(values) == len(kernels):
         raise ValueError(
@@ -70,6 +103,7 @@ def run(
         _Rank(
             *(rank, programs[rank], part, values[rank], kernels[rank], scale, rounding, mail),
             residual=None if residuals is None else residuals[rank],
+            share=None if shares is None else shares[rank],
         )
         for rank in range(len(programs))
     ]
@@ -106,6 +140,7 @@ class _Rank:
     rounding: Rounding
     mail: _Mail
     residual: Tensor | None = None
+    share: Tensor | None = None
     position: int = 0
     slots: dict[str, _Payload] = field(default_factory=dict)
 
@@ -146,6 +181,10 @@ class _Rank:
             inputs = [self.slots[slot].data for slot in step.inputs]
             pieces = self._pieces(step.chunk, self.slots[step.inputs[0]].exact)
             combine(self.kernels, pieces, self.values, inputs, self.scale)
+        elif isinstance(step, Sum):
+            assert self.share is not None
+            inputs = [self.slots[slot].data for slot in step.inputs]
+            self.kernels.sum(self.part.chunks[step.chunk].in_share, self.share, inputs, self.scale)
         else:
             payload = self.slots[step.slot]
             pieces = self._pieces(step.chunk, payload.exact)

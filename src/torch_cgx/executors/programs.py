@@ -1,14 +1,22 @@
-"""All ranks' programs for one pattern of chunks, and the slots in them, numbered alike on every rank."""
+"""All ranks' programs for one pattern of chunks, the slots in them, numbered alike on every rank, and their layouts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torch_cgx.algorithms import Topology
+from torch_cgx.algorithms import IN_SHARES, Topology
+from torch_cgx.layout import Layer, Layout, make_layout, make_shares_layout
 from torch_cgx.program import Encode, Program, Reduce
 
-__all__ = ["SharedSlot", "programs_for"]
+__all__ = ["SharedSlot", "layout_for", "programs_for"]
+
+
+def layout_for(topology: Topology, layers: Sequence[Layer], itemsize: int, slice_nbytes: int) -> Layout:
+    """How a tensor is cut for the programs of a topology. Where ranks have shares, the layers are those of one."""
+    make = make_shares_layout if topology.algorithm in IN_SHARES else make_layout
+    return make(layers, topology.n_chunks, itemsize, slice_nbytes)
 
 
 @dataclass(frozen=True, slots=True)

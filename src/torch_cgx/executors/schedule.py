@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from torch_cgx.algorithms import Topology
 from torch_cgx.executors.programs import SharedSlot, programs_for
-from torch_cgx.program import Combine, Encode, Program, Receive, Reduce, Send, Step
+from torch_cgx.program import Combine, Encode, Program, Receive, Reduce, Send, Step, Sum
 
 __all__ = ["Schedule", "levels_of", "schedule_for", "staged_slices"]
 
@@ -65,8 +65,9 @@ def staged_slices(topology: Topology, ahead: int) -> int:
 
 
 def _slots_of(step: Step) -> tuple[str, ...]:
-    inputs = step.inputs if isinstance(step, Reduce | Combine) else ()
-    return inputs if isinstance(step, Combine) else (*inputs, step.slot)
+    if isinstance(step, Combine | Sum):
+        return step.inputs
+    return (*step.inputs, step.slot) if isinstance(step, Reduce) else (step.slot,)
 
 
 def levels_of(programs: Sequence[Program]) -> list[list[int]]:

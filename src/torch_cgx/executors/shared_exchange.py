@@ -22,6 +22,7 @@ from torch_cgx.executors.programs import SharedSlot
 from torch_cgx.executors.shm import Plan, Prepared, SharedGroup, Tables
 from torch_cgx.executors.staged import to_host
 from torch_cgx.kernels import Piece
+from torch_cgx.layout import Chunk
 from torch_cgx.program import Decode, Encode, Receive, Send, Step
 from torch_cgx.quantizers import Identity
 from torch_cgx.transports import Arrival
@@ -115,7 +116,7 @@ def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], r
         for reader in range(world):
             slots[_slot(writer, reader)] = SharedSlot(len(slots), writer, reader, 0, True)
     steps: list[Step] = []
-    chunks: list[list[Piece]] = []
+    chunks: list[Chunk] = []
     offset = 0
     for lengths, is_sent in ((sent, True), (received, False)):
         for peer, nbytes in enumerate(lengths):
@@ -128,7 +129,8 @@ def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], r
                 if is_sent
                 else [Receive(slot, peer), Decode(slot, len(chunks))]
             )
-            chunks.append([Piece(offset, numel, Identity().bits, Identity().block, numel, payload=0)])
+            piece = Piece(offset, numel, Identity().bits, Identity().block, numel, payload=0)
+            chunks.append(Chunk((piece,), nbytes, _DTYPE.itemsize))
             offset += numel
     tables = Tables(world)
     tables.add(tuple(steps), slots, [room_nbytes] * len(slots), chunks)

@@ -24,17 +24,17 @@ from torch_cgx.errors import (
     PoisonedError,
     SharedMemoryError,
 )
-from torch_cgx.executors.programs import SharedSlot, programs_for
+from torch_cgx.executors.programs import SharedSlot, layout_for, programs_for
 from torch_cgx.kernels import Piece
 from torch_cgx.kernels.cpu import DTYPES
-from torch_cgx.layout import Layer, Layout, make_layout
-from torch_cgx.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send
+from torch_cgx.layout import Chunk, Layer, Layout
+from torch_cgx.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
 
 __all__ = ["Plan", "Prepared", "SharedGroup", "Tables", "make_plan"]
 
 PENDING = 1
 _ALIGNMENT = 64  # bytes: no two slots share a cache line
-_KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4}
+_KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5}
 _ERRORS: dict[int, type[CGXError]] = {
     -1: CGXTimeoutError,
     -2: PeerLostError,
@@ -90,7 +90,7 @@ class Tables:
         program: Program,
         slots: Mapping[str, SharedSlot],
         slot_nbytes: Sequence[int],
-        chunk_pieces: Sequence[Sequence[Piece]],
+        chunks: Sequence[Chunk],
     ) -> None:
         """One rank's steps. `slots` are all ranks', in the order of their index, as are their lengths."""
         first_slot = len(self._slots)
@@ -99,23 +99,29 @@ class Tables:
             self._slots.append((offset, nbytes, slot.writer, slot.flag))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.half_nbytes = max(self.half_nbytes, offset)
-        first_piece = []
-        for pieces in chunk_pieces:
-            first_piece.append(len(self._pieces))
-            self._pieces.extend(pieces)
+        first_piece = [self._add_pieces(chunk.pieces) for chunk in chunks]
         for step in program:
             if isinstance(step, Add | Combine):
                 raise ValueError(f"over shared memory: expected SRA or RING, got another algorithm's step: {step}")
-            row = [_KINDS[type(step)], first_slot + slots[step.slot].index, 0, 0, 0, 0, 0, 0]
+            name = step.inputs[0] if isinstance(step, Sum) else step.slot
+            row = [_KINDS[type(step)], first_slot + slots[name].index, 0, 0, 0, 0, 0, 0]
             if isinstance(step, Send | Receive):
                 row[2] = step.peer
             else:
-                row[3:5] = first_piece[step.chunk], len(chunk_pieces[step.chunk])
-            if isinstance(step, Reduce):
-                row[5:8] = len(self._inputs), len(step.inputs), int(not step.final)
-                self._inputs.extend(first_slot + slots[name].index for name in step.inputs)
+                chunk = chunks[step.chunk]
+                summed = isinstance(step, Sum)
+                row[3] = self._add_pieces(chunk.in_share) if summed else first_piece[step.chunk]
+                row[4] = len(chunk.pieces)
+            if isinstance(step, Reduce | Sum):
+                row[5:8] = len(self._inputs), len(step.inputs), int(isinstance(step, Reduce) and not step.final)
+                self._inputs.extend(first_slot + slots[each].index for each in step.inputs)
             self._steps.append(tuple(row))
         self._slice_steps.append(len(self._steps))
+
+    def _add_pieces(self, pieces: Sequence[Piece]) -> int:
+        """The first one's row."""
+        self._pieces.extend(pieces)
+        return len(self._pieces) - len(pieces)
 
     def build(self, lib: ctypes.CDLL, dtype: int) -> int:
         pieces = _array(
@@ -160,12 +166,13 @@ def make_plan(
     limit_nbytes: int,
 ) -> Plan:
     """The plan with the largest slices, up to `slice_nbytes`, that fits into a segment of `limit_nbytes`."""
+    topology = Topology.flat(algorithm, world)
     values_nbytes = sum(layer.numel for layer in layers) * dtype.itemsize
     payload_nbytes = sum(layer.quantizer.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
     within_payload = PIPELINE_PAYLOAD_NBYTES * values_nbytes // max(payload_nbytes, 1)
     slice_nbytes = max(1, min(slice_nbytes, pipeline_values_nbytes(world), within_payload))
     while True:
-        plan = _plan_of(make_layout(layers, world, dtype.itemsize, slice_nbytes), rank, world, dtype, algorithm)
+        plan = _plan_of(layout_for(topology, layers, dtype.itemsize, slice_nbytes), rank, topology, dtype)
         if 2 * plan.half_nbytes <= limit_nbytes:
             return plan
         if slice_nbytes <= 1024:
@@ -177,13 +184,13 @@ def make_plan(
         slice_nbytes //= 2
 
 
-def _plan_of(layout: Layout, rank: int, world: int, dtype: torch.dtype, algorithm: str) -> Plan:
-    tables = Tables(world)
+def _plan_of(layout: Layout, rank: int, topology: Topology, dtype: torch.dtype) -> Plan:
+    tables = Tables(topology.world)
     for part in layout.slices:
         nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
-        programs, slots = programs_for(Topology.flat(algorithm, world), nonempty)
+        programs, slots = programs_for(topology, nonempty)
         slot_nbytes = [part.chunks[slot.chunk].nbytes for slot in slots.values()]
-        tables.add(programs[rank], slots, slot_nbytes, [chunk.pieces for chunk in part.chunks])
+        tables.add(programs[rank], slots, slot_nbytes, part.chunks)
     return Plan(tables, sum(part.nbytes for part in layout.slices), dtype)
 
 
@@ -266,7 +273,14 @@ class SharedGroup:
         return int(self._lib.cgx_group_note(self._handle, call))
 
     def submit(
-        self, prepared: Prepared, data_ptr: int, residual_ptr: int | None, timeout_ms: int, *, wake: bool
+        self,
+        prepared: Prepared,
+        data_ptr: int,
+        residual_ptr: int | None,
+        timeout_ms: int,
+        *,
+        wake: bool,
+        share_ptr: int | None = None,
     ) -> tuple[int, int]:
         """Note and queue an operation: its number, and the number of the last one that is done.
 
@@ -278,6 +292,7 @@ class SharedGroup:
             row = prepared.submission
             row.values = data_ptr
             row.residual = residual_ptr
+            row.share = share_ptr
             row.timeout_ms = timeout_ms
             row.wake = wake
             number = self._lib.cgx_group_submit(self._handle, prepared.call, row)

@@ -30,7 +30,7 @@ from torch_cgx.algorithms import Topology
 from torch_cgx.executors.programs import programs_for
 from torch_cgx.executors.schedule import levels_of
 from torch_cgx.layout import Slice
-from torch_cgx.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Step
+from torch_cgx.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Step, Sum
 
 __all__ = [
     "Costs",
@@ -134,7 +134,7 @@ def kernel_s(step: Step, size: Size, speeds: Speeds, exact: bool, foreign: float
             seconds = values / speeds.reduce + (inputs - 1) * values / speeds.more
     elif isinstance(step, Add):
         seconds = values / (speeds.sum if raw else speeds.add)
-    elif isinstance(step, Combine):
+    elif isinstance(step, Combine | Sum):
         seconds = len(step.inputs) * values / (speeds.sum if raw else speeds.add)
     else:
         assert isinstance(step, Decode)
@@ -206,10 +206,10 @@ def simulate(
     return play(scripts, list(durations), list(lengths), costs)
 
 
-def is_exact(step: Encode | Reduce | Add | Combine | Decode, known: dict[str, tuple[int, bool]]) -> bool:
+def is_exact(step: Encode | Reduce | Add | Combine | Sum | Decode, known: dict[str, tuple[int, bool]]) -> bool:
     if isinstance(step, Encode | Reduce):
         return step.exact
-    return known[step.inputs[0] if isinstance(step, Combine) else step.slot][1]
+    return known[step.inputs[0] if isinstance(step, Combine | Sum) else step.slot][1]
 
 
 def ordered(

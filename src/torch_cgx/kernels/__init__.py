@@ -1,6 +1,6 @@
-"""What a kernel is: the three operations that touch values, and the tables they are told with.
+"""What a kernel is: the four operations that touch values, and the tables they are told with.
 
-Every kernel set (plain torch, native, Triton) does the same three things to the same bytes, which
+Every kernel set (plain torch, native, Triton) does the same four things to the same bytes, which
 docs/wire_format.md fixes; `reference.py` is the oracle of all others. Kernels know pieces of one flat tensor
 and payloads, nothing of ranks, slots or transports.
 """
@@ -88,3 +88,6 @@ class Kernels(Protocol):
         So the values end as what everybody who decodes `out` gets, to the bit. The residual is divided by the scale:
         what the sum, not the mean, has lost.
         """
+
+    def sum(self, pieces: Sequence[Piece], values: Tensor, payloads: Sequence[Tensor], scale: float) -> None:
+        """Add the decoded payloads, of which there is at least one, to the values, in order; scale; round once."""

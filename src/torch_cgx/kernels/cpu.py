@@ -123,6 +123,14 @@ class NativeKernels:
         )
         _check(status)
 
+    def sum(self, pieces: Sequence[Piece], values: Tensor, payloads: Sequence[Tensor], scale: float) -> None:
+        table, count = self._table(pieces, values, *payloads)
+        pointers = (ctypes.c_void_p * len(payloads))(*(payload.data_ptr() for payload in payloads))
+        status = self._lib.cgx_sum(
+            self._means, DTYPES[values.dtype], table, count, values.data_ptr(), pointers, len(payloads), scale
+        )
+        _check(status)
+
     def _table(
         self, pieces: Sequence[Piece], values: Tensor, *payloads: Tensor
     ) -> tuple[ctypes.Array[_native.Piece], int]:

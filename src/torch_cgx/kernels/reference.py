@@ -100,6 +100,20 @@ class ReferenceKernels:
             if residual is not None:
                 raw.of(residual).zero_()
 
+    def sum(self, pieces: Sequence[Piece], values: Tensor, payloads: Sequence[Tensor], scale: float) -> None:
+        for piece in pieces:
+            _check_dtype(piece, values)
+            for run in _runs(piece):
+                total = _widen(run.of(values))
+                for payload in payloads:
+                    total = total + _decode_run(run, payload)
+                run.of(values).copy_(_narrow(_scaled(total, scale), values.dtype))
+            raw = _raw_span(piece, values)
+            total = _widen(raw.of(values))
+            for payload in payloads:
+                total = total + _widen(raw.read(payload, values.dtype))
+            raw.of(values).copy_(_narrow(_scaled(total, scale), values.dtype))
+
 
 class _Run(NamedTuple):
     """Consecutive blocks of a piece (its last may be incomplete) that start at a whole byte of levels."""

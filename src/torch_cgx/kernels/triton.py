@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.random import key
+from torch_cgx.kernels.summing import Total, add_payloads
 from torch_cgx.kernels.triton_table import Launch, Table, make_table
 
 __all__ = ["OPTIONS", "TritonKernels"]
@@ -81,6 +82,15 @@ class TritonKernels:
         residual: Tensor | None = None,
     ) -> None:
         self._encode(pieces, values, payloads, out, scale, rounding, residual, reduce=True)
+
+    def sum(self, pieces: Sequence[Piece], values: Tensor, payloads: Sequence[Tensor], scale: float) -> None:
+        """In several launches: a wide copy, one for each payload, and the rounding."""
+        if not pieces:
+            return
+        total = Total.of(pieces, values.dtype, values.device)
+        total.take(values)
+        add_payloads(self, total, payloads, values.dtype, begun=True)
+        total.hand_out(values, scale)
 
     def _encode(
         self,

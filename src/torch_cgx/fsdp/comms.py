@@ -1,0 +1,153 @@
+"""The all-gather and the reduce-scatter that FSDP2 calls in place of torch's own: which layers lie in its flat tensors.
+
+FSDP hands over tensors without a layout; what is known of the parameter group says which values are whose. The process
+groups do the rest. A pair of these belongs to one parameter group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_cgx import defaults
+from torch_cgx.backend import ProcessGroupCGX
+from torch_cgx.config import Compression, Settings
+from torch_cgx.fsdp.inside import gathered_numels, is_extended, is_trained, reduced_numels
+from torch_cgx.fsdp.replicas import Claim
+from torch_cgx.hooks.groups import cgx_group_of
+from torch_cgx.layout import Layer
+from torch_cgx.quantizers import Identity, MaxMin
+
+__all__ = ["AllGather", "Groups", "ReduceScatter", "lay_out"]
+
+log = logging.getLogger("torch_cgx.fsdp")
+
+_EXACT = Compression(bits=32)
+
+
+class Groups:
+    """The cgx group for each group of FSDP's: itself, or one beside it that is made once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, ProcessGroupCGX] = {}
+
+    def of(self, group: Any) -> ProcessGroupCGX:
+        found = self._found.get(group)
+        if found is None or found.is_closed:
+            found = self._found[group] = cgx_group_of(group)
+        return found
+
+    def all(self) -> tuple[ProcessGroupCGX, ...]:
+        return tuple(self._found.values())
+
+
+@lru_cache(maxsize=1024)
+def lay_out(numels: tuple[int, ...], compressions: tuple[Compression, ...], settings: Settings) -> tuple[Layer, ...]:
+    """Consecutive layers of one rank's share. Those too small for a header are exact."""
+    layers = []
+    for numel, chosen in zip(numels, compressions, strict=True):
+        if chosen.bits == 32 or numel < settings.minimal_numel:
+            layers.append(Layer(numel, Identity()))
+        else:
+            layers.append(Layer(numel, MaxMin(chosen.bits, chosen.block, settings.skip_incomplete)))
+    return tuple(layers)
+
+
+class _Comm:
+    """What both have: the parameters of a group in order, and what is chosen for each."""
+
+    def __init__(
+        self, params: Sequence[Any], compressions: Sequence[Compression], whole: Compression, groups: Groups
+    ) -> None:
+        self._params = tuple(params)
+        self._compressions = tuple(compressions)
+        self._whole = whole  # of a flat tensor of which nothing more is known
+        self.groups = groups
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Where FSDP lays out what it sends and receives."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Comm):
+    """Weights, rounded at random so that what all ranks compute with is right on average.
+
+    Their owner has them exactly, in memory that is not touched here.
+    """
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        ours = self.groups.of(group)
+        layers = self._layers(input_tensor.numel(), ours.settings)
+        work = ours.all_gather_layers(output_tensor, input_tensor, layers, stochastic=True, asynchronous=async_op)
+        return _returned(work, async_op)
+
+    def _layers(self, numel: int, settings: Settings) -> tuple[Layer, ...]:
+        if defaults.is_uncompressed() or is_extended(self._params):
+            return lay_out((numel,), (_EXACT,), settings)
+        numels = gathered_numels(self._params)
+        if numels is not None and sum(numels) == numel and numels:
+            return lay_out(numels, self._compressions, settings)
+        return lay_out((numel,), (self._whole,), settings)
+
+
+class ReduceScatter(_Comm):
+    """Gradients, rounded as the group rounds. For HSDP it also announces what will be averaged across replicas."""
+
+    def __init__(
+        self,
+        params: Sequence[Any],
+        compressions: Sequence[Compression],
+        whole: Compression,
+        groups: Groups,
+        replicas: Claim | None = None,
+    ) -> None:
+        super().__init__(params, compressions, whole, groups)
+        self.replicas = replicas
+        self._has_warned = False
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        ours = self.groups.of(group)
+        numel = output_tensor.numel()
+        layers = self._layers(numel, ours.settings)
+        if self.replicas is not None:
+            self.replicas.expect(layers)
+        if defaults.is_uncompressed():
+            layers = lay_out((numel,), (_EXACT,), ours.settings)
+        work = ours.reduce_scatter_layers(output_tensor, input_tensor, layers, op=op, asynchronous=async_op)
+        return _returned(work, async_op)
+
+    def _layers(self, numel: int, settings: Settings) -> tuple[Layer, ...]:
+        """Only parameters that got gradients are in it, and nobody says which: what adds up tells.
+
+        Where nothing does, all of it is one layer, with the most bits of any parameter that may be in it.
+        """
+        numels = reduced_numels(self._params)
+        if numels:
+            if sum(numels) == numel:
+                return lay_out(numels, self._compressions, settings)
+            trained = [number for number, param in enumerate(self._params) if is_trained(param)]
+            if sum(numels[number] for number in trained) == numel:
+                chosen = tuple(self._compressions[number] for number in trained)
+                return lay_out(tuple(numels[number] for number in trained), chosen, settings)
+        whole = max(self._compressions, key=lambda each: each.bits, default=self._whole)
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a reduce-scatter has %d values a rank, and the parameters that require gradients have others: it "
+                "counts as one layer of %d bits (set_reduce_scatter_unused_params(True) keeps all of them in it)",
+                *(numel, whole.bits),
+            )
+        return lay_out((numel,), (whole,), settings)
+
+
+def _returned(work: Any, async_op: bool) -> Any:
+    """As torch.distributed returns it."""
+    if async_op:
+        return work
+    work.wait()
+    return None
