@@ -120,6 +120,6 @@ def test_after_a_failure_nothing_is_carried() -> None:
     del job
     gc.collect()
     assert case.turns.is_carriers  # nobody holds it any longer
-    with pytest.raises(CGXError, match="a compressed all_reduce failed"):
+    with pytest.raises(CGXError, match="a compressed operation failed"):
         case.carry(torch.zeros(7))
     assert ("carried", "caller") not in case.device.log

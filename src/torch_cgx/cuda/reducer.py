@@ -145,7 +145,7 @@ class CudaReducer:
         """The stream holds half an operation, and peers wait for the rest: nothing can follow on this group."""
         failure = error
         if not isinstance(failure, CGXError):
-            failure = CGXError(f"a compressed all_reduce failed while it was enqueued, and so has its group: {error}")
+            failure = CGXError(f"a compressed operation failed while it was enqueued, and so has its group: {error}")
         self._failure = failure
         if self._board is not None:
             self._board.fail(failure)

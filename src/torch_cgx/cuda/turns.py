@@ -72,7 +72,7 @@ class Turns:
         for where in places & self._staged.keys():
             done = self._staged[where].done
             if done is None:
-                raise CGXError("a compressed all_reduce failed while it was enqueued, and so has its group")
+                raise CGXError("a compressed operation failed while it was enqueued, and so has its group")
             device.hold_back(device.current_stream(where), done)
         inner = run()
         for where in places:

@@ -62,7 +62,7 @@ class Agreement:
         if not torch.equal(theirs, self._mine):
             self._let_leave()
             raise MismatchError(
-                f"{self._names[self._rank]} and {self._names[peer]} have lost step: their compressed all_reduces "
+                f"{self._names[self._rank]} and {self._names[peer]} have lost step: their compressed operations "
                 f"number {int(self._mine[0])} and {int(theirs[0])} differ in shape, type, reduction, bits, bucket size "
                 "or layers. All ranks must make the same calls, in one order."
             )

@@ -73,7 +73,7 @@ class CudaExecutor:
         values, device = operation.values, self._device
         if device.is_capturing():
             raise RuntimeError(
-                "a CUDA graph is being captured, and a compressed all_reduce cannot be part of one: leave it outside "
+                "a CUDA graph is being captured, and a compressed operation cannot be part of one: leave it outside "
                 "of the graph, or make it exact with torch_cgx.uncompressed()"
             )
         if values.device not in self._sides:
