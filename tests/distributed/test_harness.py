@@ -44,7 +44,7 @@ def fail_in_a_way(me: Rank, how: str) -> None:
     [("raise", 1), ("crash", -signal.SIGSEGV), ("hang", -signal.SIGKILL), ("stop", -signal.SIGKILL)],
 )
 def test_a_rank_that_fails_is_told_apart(how: str, exit_code: int) -> None:
-    timeout_s = 30.0 if how in ("hang", "stop") else 60.0
+    timeout_s = 15.0 if how in ("hang", "stop") else 60.0
     well, failed = observe_ranks(fail_in_a_way, 2, None, how, timeout_s=timeout_s)
     assert well.ok
     assert not failed.ok

@@ -1,4 +1,4 @@
-"""A minute of `make soak`."""
+"""Half a minute of `make soak`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
-SECONDS = 60.0
+SECONDS = 30.0
 
 
 @pytest.mark.alone
-def test_a_minute_of_mixed_load_is_right_and_nothing_grows() -> None:
+def test_half_a_minute_of_mixed_load_is_right_and_nothing_grows() -> None:
     spec = importlib.util.spec_from_file_location("soak", SOAK)
     assert spec is not None and spec.loader is not None
     sys.modules["soak"] = module = importlib.util.module_from_spec(spec)
@@ -22,5 +22,5 @@ def test_a_minute_of_mixed_load_is_right_and_nothing_grows() -> None:
     # Of what is left in /dev/shm a fixture knows more: whose it is.
     assert [each for each in report["problems"] if not each.startswith("left in /dev/shm")] == []
     for rank in report["ranks"]:
-        assert rank["counts"]["operations"] > 100
-        assert rank["counts"]["compressed"] > 10
+        assert rank["counts"]["operations"] > 50
+        assert rank["counts"]["compressed"] > 5
