@@ -82,7 +82,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/memory.py --json $(RESULTS)/memory.json
 	$(BIN)/python benchmarks/fsdp_speed.py --json $(RESULTS)/fsdp-speed.json
 	$(BIN)/python benchmarks/fsdp_memory.py --json $(RESULTS)/fsdp-memory.json
-	$(BIN)/cgx bench train --model gpt --nodes 2 --rate 1gbit --against gloo,fp16,powersgd --bits 4,adaptive --batch 8 \
+	$(BIN)/cgx bench train --model gpt --nodes 2 --rate 1gbit --against gloo,fp16,powersgd --bits 4,adaptive --batch 15 \
 		--bucket-mb 36 --rounds 14 --steps 3 --data $(ACCURACY_DATA)/tinyshakespeare.txt --json $(RESULTS)/speedup.json
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/page.py

@@ -2,9 +2,9 @@
 
     python benchmarks/page.py
 
-Reads benchmarks/results/speedup.json (the run of the front page) and benchmarks/results/train/*.json (scaling.py), lets
-`cgx plan` predict more nodes than were measured, and writes docs/speedup.png, docs/scaling-MODEL.png and what stands
-between the page's markers.
+Reads benchmarks/results/speedup.json (the run of the front page), speedup-again-*.json (the same once more) and
+train/*.json (scaling.py), lets `cgx plan` predict more nodes than were measured, and writes docs/speedup.png,
+docs/scaling-MODEL.png and what stands between the page's markers.
 """
 
 from __future__ import annotations
@@ -123,9 +123,35 @@ def speedup_text(run: Run) -> str:
             "",
             measured_when(run),
             "",
+            *other_runs(run),
             *other_buckets(),
         ]
     )
+
+
+def other_runs(first: Run) -> Iterator[str]:
+    """Shares of all runs of the same training that were kept: one alone might be a lucky one."""
+    found = sorted(RESULTS.glob("speedup-again-*.json"))
+    if not found:
+        return
+    names = [cell["contestant"] for cell in first["cells"]]
+    rows = []
+    for path in (RESULTS / "speedup.json", *found):
+        run = json.loads(path.read_text())
+        shares = [
+            format_seconds(cell_of(run, name)["median_s"]) if name == IDEAL else percent(cell_of(run, name))
+            for name in names
+        ]
+        rows.append([path.name, run["machine"]["cpu"], str(run["settings"]["batch"]), *shares])
+    header = ["run", "processor", "batch", *("ideal step" if name == IDEAL else names_of(name) for name in names)]
+    yield "Share of ideal in every run that was kept, the one above first; the batch decides how long a step is:"
+    yield ""
+    yield format_markdown(header, rows, left=2)
+    yield ""
+
+
+def percent(cell: dict[str, Any]) -> str:
+    return f"{100 * cell['ideal_share']:.1f} %"
 
 
 def other_buckets() -> Iterator[str]:
