@@ -2,8 +2,8 @@
 
     python benchmarks/plan_validation.py [FILE.json ...] [--doc docs/plan.md]
 
-Without files, all runs between nodes in benchmarks/results and its folder train. Nothing is fitted to a row that is
-judged. The machine's constants come from the kernels' own benchmark (KERNELS) and from one run (CALIBRATION): one
+Without files, all runs between nodes in benchmarks/results and its folders train and xeon. Nothing is fitted to a row
+that is judged. A machine's constants come from the kernels' own benchmark there and from one run (MACHINES): one
 allreduce of 64 MB at 10 Gbit/s, where processors and not links are the limit. Two numbers are fitted to its two rows:
 what a byte costs a processor at each end, to Gloo's own all_reduce; and what a message costs it, to ours over Gloo.
 Rates of links are those that were set.
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from markers import write_between
@@ -25,11 +26,16 @@ from torch_cgx.cli.plan_model import EXACT, FP16, Bucket, Plan, Site, Way, Workl
 from torch_cgx.cli.plan_sites import ETHERNET, make_site, read_speeds
 from torch_cgx.cli.table import format_markdown, format_seconds
 from torch_cgx.cli.train_report import IDEAL
-from torch_cgx.executors.simulate import Wire
+from torch_cgx.executors.simulate import Speeds, Wire
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-CALIBRATION, KERNELS = RESULTS / "nodes-2x1-10gbit.json", RESULTS / "kernels-best-level.json"
+XEON = RESULTS / "xeon"
+# By the name of its processor: the run that a machine's constants are fitted to, and what times its kernels.
+MACHINES = {
+    "AMD EPYC": (RESULTS / "nodes-2x1-10gbit.json", RESULTS / "kernels-best-level.json"),
+    "Intel(R) Xeon(R) Processor": (XEON / "nodes-2x1-10gbit.json", XEON / "kernels.json"),
+}
 MEASURED = ("<!-- measured: begin (python benchmarks/plan_validation.py) -->", "<!-- measured: end -->")
 PUBLISHED = ("<!-- published: begin (python benchmarks/plan_validation.py) -->", "<!-- published: end -->")
 LATENCY_S = 50e-6  # of a message between two namespaces of one host
@@ -43,8 +49,9 @@ _WITHOUT_RATE = 100e9
 
 @dataclass(frozen=True)
 class Constants:
-    """What was calibrated: seconds of a processor at each end."""
+    """Of a machine. What was calibrated is seconds of a processor at each end."""
 
+    speeds: Speeds
     byte_s: float
     message_s: float  # of ours; Gloo's own messages are driven by no Python, and few
 
@@ -66,7 +73,7 @@ def site_of(run: dict[str, Any], constants: Constants) -> Site:
         "cpu",
         {"SHM": near, "GLOO": near},
         {"GLOO": far},
-        read_speeds(KERNELS),
+        constants.speeds,
         exact_near,
         exact_far,
         cores=run["machine"]["cores"] / (ranks * nodes),
@@ -97,13 +104,14 @@ def allreduce_rows(run: dict[str, Any], name: str, constants: Constants) -> Iter
 
 
 def in_step(workload: Workload, run: Mapping[str, Any]) -> Workload:
-    """Where ranks share cores: a step that all of them must end takes the processor's time of all.
+    """Where ranks share cores: as long as steps without communication take that all ranks end together.
 
-    The ideal one of the same run is ended by each for itself, while others may be anywhere in theirs.
+    The ideal one of the same run is ended by each for itself, while others may be anywhere in theirs. Files from before
+    that was measured: as long as the processor's time of all.
     """
     ranks = run["settings"]["nodes"] * run["settings"]["nproc"]
     ideal = next(cell for cell in run["cells"] if cell["contestant"] == IDEAL)
-    needed_s = ideal["processor_s"] * ranks / run["machine"]["cores"]
+    needed_s = ideal.get("in_step_s") or ideal["processor_s"] * ranks / run["machine"]["cores"]
     longer = max(1.0, needed_s / workload.ideal_s)
     return Workload(
         workload.forward_s * longer,
@@ -138,14 +146,14 @@ ROWS: dict[str, Callable[[dict[str, Any], str, Constants], Iterator[tuple[str, f
 }
 
 
-def calibrate(run: dict[str, Any]) -> Constants:
+def calibrate(run: dict[str, Any], speeds: Speeds) -> Constants:
     """By halving: the more a processor has to do, the longer everything takes."""
 
     def excess(constants: Constants, backend: str) -> float:
         rows = zip(run["cells"], allreduce_rows(run, "", constants), strict=True)
         return sum(math.log(found / measured) for cell, (_, found, measured) in rows if cell["backend"] == backend)
 
-    constants = Constants(0.0, 0.0)
+    constants = Constants(speeds, 0.0, 0.0)
     for name, backend, high in (("byte_s", "gloo", 1e-8), ("message_s", "cgx", 1e-2)):
         low = 0.0
         for _ in range(30):
@@ -155,6 +163,13 @@ def calibrate(run: dict[str, Any]) -> Constants:
             else:
                 low = (low + high) / 2
     return constants
+
+
+def constants_of(machine: str) -> Constants:
+    if machine not in MACHINES:
+        raise ValueError(f"{machine}: nothing was calibrated on it; known are {', '.join(MACHINES)}")
+    calibration, kernels = MACHINES[machine]
+    return calibrate(json.loads(calibration.read_text()), read_speeds(kernels))
 
 
 def load_of(run: Mapping[str, Any]) -> tuple[str, bool]:
@@ -167,32 +182,92 @@ def load_of(run: Mapping[str, Any]) -> tuple[str, bool]:
     return f"{run['load']:.1f}", run["load"] > run["machine"]["cores"] + BUSY
 
 
-def measured_table(paths: Sequence[Path]) -> str:
-    calibration = json.loads(CALIBRATION.read_text())
-    constants = calibrate(calibration)
-    rows, within, count = [], 0, 0
-    for path in paths:
-        run = json.loads(path.read_text())
-        if not run.get("link") or run["kind"] not in ROWS:
-            continue
-        settings, rate = run["settings"], run["link"]["rate"]
-        goal = 0.30 if link_rate(rate) >= FAST else 0.15
-        for title, predicted_s, measured_s in ROWS[run["kind"]](run, path.stem, constants):
-            error = predicted_s / measured_s - 1
-            seen = path.resolve() == CALIBRATION or (path.name in SEEN and "cgx" in title)
-            load, busy = load_of(run)
-            judged = not (seen or busy)
-            within, count = within + (judged and abs(error) <= goal), count + judged
-            row = [f"{settings['nodes']} x {settings['nproc']}", rate, title, format_seconds(predicted_s)]
-            verdict = "seen" if seen else "busy" if busy else "yes" if abs(error) <= goal else "no"
-            rows.append([*row, format_seconds(measured_s), f"{error:+.0%}", f"{goal:.0%}", verdict, load, path.name])
+@dataclass(frozen=True)
+class Row:
+    """One prediction beside what was measured."""
+
+    cpu: str
+    place: str  # nodes x ranks
+    rate: str
+    what: str
+    predicted_s: float
+    measured_s: float
+    goal: float
+    unjudged: str | None  # why
+    load: str
+    path: Path
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def within(self) -> bool:
+        return abs(self.error) <= self.goal
+
+    @property
+    def verdict(self) -> str:
+        return self.unjudged or ("yes" if self.within else "no")
+
+
+def rows_of(path: Path, machines: dict[str, Constants]) -> Iterator[Row]:
+    """Of one file; a machine that is met for the first time is calibrated."""
+    run = json.loads(path.read_text())
+    if not run.get("link") or run["kind"] not in ROWS:
+        return
+    settings, rate, cpu = run["settings"], run["link"]["rate"], run["machine"]["cpu"]
+    constants = machines[cpu] = machines.get(cpu) or constants_of(cpu)
+    goal = 0.30 if link_rate(rate) >= FAST else 0.15
+    load, busy = load_of(run)
+    for what, predicted_s, measured_s in ROWS[run["kind"]](run, path.stem, constants):
+        seen = path.resolve() == MACHINES[cpu][0] or (path.name in SEEN and "cgx" in what)
+        unjudged = "seen" if seen else "busy" if busy else None
+        place = f"{settings['nodes']} x {settings['nproc']}"
+        yield Row(cpu, place, rate, what, predicted_s, measured_s, goal, unjudged, load, path)
+
+
+def measured_tables(paths: Sequence[Path]) -> str:
+    machines: dict[str, Constants] = {}
+    rows = [row for path in paths for row in rows_of(path, machines)]
+    told = [
+        f"{cpu}, calibrated on `{_name(MACHINES[cpu][0])}`: a byte costs a processor {constants.byte_s * 1e9:.2f} ns "
+        f"at each end, and a message of ours over Gloo {constants.message_s * 1e6:.0f} us."
+        for cpu, constants in machines.items()
+    ]
+    judged = [row for row in rows if not row.unjudged]
+    told.append(f"{sum(row.within for row in judged)} of the {len(judged)} rows that are judged are within their goal:")
     header = ["nodes x ranks", "rate", "what", "predicted", "measured", "error", "goal", "within", "load", "file"]
-    told = (
-        f"Calibrated on `{CALIBRATION.name}`: a byte costs a processor {constants.byte_s * 1e9:.2f} ns at each end, "
-        f"and a message of ours over Gloo {constants.message_s * 1e6:.0f} us. "
-        f"{within} of the {count} rows that are judged are within their goal."
-    )
-    return f"{told}\n\n{format_markdown(header, rows, left=3)}"
+    lines = [
+        [
+            *(row.place, row.rate, row.what, format_seconds(row.predicted_s), format_seconds(row.measured_s)),
+            *(f"{row.error:+.0%}", f"{row.goal:.0%}", row.verdict, row.load, _name(row.path)),
+        ]
+        for row in rows
+    ]
+    return "\n".join([*told, "", _summary(judged), "", "All of them:", "", format_markdown(header, lines, left=3)])
+
+
+def _summary(judged: Sequence[Row]) -> str:
+    """How many of each kind are within their goal, and how far off."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in judged:
+        kind = "steps" if row.what.startswith("step") else "all_reduces"
+        kinds.setdefault((row.cpu, row.place, row.rate, kind), []).append(row)
+    lines = []
+    for kind, rows in sorted(
+        kinds.items(), key=lambda each: (each[0][3], each[0][0], each[0][1], link_rate(each[0][2]))
+    ):
+        errors = [row.error for row in rows]
+        within = f"{sum(row.within for row in rows)} of {len(rows)}"
+        worst = max(errors, key=abs)
+        lines.append([*kind, f"{rows[0].goal:.0%}", within, f"{median(errors):+.0%}", f"{worst:+.0%}"])
+    header = ["machine", "nodes x ranks", "rate", "of", "goal", "within", "median error", "worst"]
+    return format_markdown(header, lines, left=4)
+
+
+def _name(path: Path) -> str:
+    """As it is found in benchmarks/results: files of the first machine by their names alone."""
+    return f"{path.parent.name}/{path.name}" if path.parent == XEON else path.name
 
 
 @dataclass(frozen=True)
@@ -279,8 +354,10 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, help="of `cgx bench allreduce` or `train`, between nodes")
     parser.add_argument("--doc", type=Path, help="write the tables into this file, between its markers")
     options = parser.parse_args()
-    files = options.files or sorted([*RESULTS.glob("nodes-*.json"), *RESULTS.glob("train/*.json")])
-    tables = {MEASURED: measured_table(files), PUBLISHED: published_table()}
+    files = options.files or [
+        path for pattern in ("nodes-*.json", "train/*.json", "xeon/*-*.json") for path in sorted(RESULTS.glob(pattern))
+    ]
+    tables = {MEASURED: measured_tables(files), PUBLISHED: published_table()}
     for (begin, end), table in tables.items():
         print(table, end="\n\n")
         if options.doc:

@@ -115,6 +115,7 @@ def rank(steps: dict[str, list[float]], curves: dict[str, list[list[float]]] | N
                 "step_s": step_s,
                 "busy_s": [1.5 for _ in step_s],
                 "processor_s": step_s,
+                "in_step_s": [2 * each for each in step_s] if name == "ideal" else [],
                 "sent_nbytes": 8.0,
                 "link_nbytes": [9.0, 11.0],
                 "loss": (curves or {}).get(name, []),
@@ -146,6 +147,7 @@ def test_shares_are_of_the_slowest_rank_round_by_round() -> None:
     assert (gloo["exposed_s"], gloo["communication_s"], gloo["hidden_s"]) == (3.0, 1.5, 0.0)
     assert gloo["link_nbytes"] == 11.0
     assert ideal["communication_s"] is ideal["hidden_s"] is None
+    assert (ideal["in_step_s"], gloo["in_step_s"]) == (2.0, None)
 
 
 def test_losses_are_compared_when_all_have_trained_equally_long() -> None:

@@ -256,13 +256,31 @@ def validation() -> Any:
     return module
 
 
-def test_calibration_meets_the_run_that_it_is_made_on() -> None:
+@pytest.mark.parametrize("machine", ["AMD EPYC", "Intel(R) Xeon(R) Processor"])
+def test_calibration_meets_the_run_that_it_is_made_on(machine: str) -> None:
     module = validation()
-    run = json.loads(module.CALIBRATION.read_text())
-    rows = list(module.allreduce_rows(run, module.CALIBRATION.stem, module.calibrate(run)))
+    run = json.loads(module.MACHINES[machine][0].read_text())
+    assert run["machine"]["cpu"] == machine
+    rows = list(module.allreduce_rows(run, "", module.constants_of(machine)))
     assert len(rows) == len(run["cells"]) == 2
     for _, predicted, measured in rows:
         assert predicted == pytest.approx(measured, rel=0.001)
+
+
+def test_validation_judges_no_row_that_constants_were_fitted_to_and_counts_the_others(tmp_path: Path) -> None:
+    module = validation()
+    calibration = module.MACHINES["AMD EPYC"][0]
+    run = json.loads(calibration.read_text())
+    judged = run["cells"][0]["median_s"] * 1.5  # so 33 % off, where 30 are allowed
+    run["cells"] = [
+        {**cell, "median_s": judged if number == 0 else cell["median_s"]} for number, cell in enumerate(run["cells"])
+    ]
+    other = tmp_path / "nodes-other.json"
+    other.write_text(json.dumps(run))
+    text = module.measured_tables([calibration, other])
+    assert "1 of the 2 rows that are judged are within their goal" in text
+    assert "| AMD EPYC | 2 x 1 | 10gbit | all_reduces | 30% | 1 of 2 | -17% | -33% |" in text
+    assert text.count("| seen |") == 2
 
 
 def test_validation_predicts_the_contestants_of_a_training_that_plan_knows(tmp_path: Path) -> None:
@@ -270,7 +288,8 @@ def test_validation_predicts_the_contestants_of_a_training_that_plan_knows(tmp_p
     cells = [{"contestant": name, "median_s": 0.5, "processor_s": 0.3} for name in names]
     run = json.loads(run_file(tmp_path, cells=cells).read_text())
     module = validation()
-    rows = {title: predicted for title, predicted, _ in module.train_rows(run, "train", module.Constants(1e-9, 5e-4))}
+    constants = module.Constants(module.constants_of("AMD EPYC").speeds, 1e-9, 5e-4)
+    rows = {title: predicted for title, predicted, _ in module.train_rows(run, "train", constants)}
     assert list(rows) == [f"step of gpt, {name}" for name in ("gloo", "fp16", "cgx-8", "cgx-1")]
     gloo, fp16, eight, one = rows.values()
     # 25 MB at 1 Gbit/s are 0.21 s at least; of the last 4 MB, 35 ms at least come after backward and its 0.3 s.
@@ -280,6 +299,9 @@ def test_validation_predicts_the_contestants_of_a_training_that_plan_knows(tmp_p
     run["settings"]["nodes"] = 4  # on two cores, each step takes twice the processor's time
     crowded = module.in_step(module.input_of_run(run).workload, run)
     assert crowded.ideal_s == pytest.approx(0.6)
+    run["cells"][0]["in_step_s"] = 0.7  # measured, all ranks in step
+    crowded = module.in_step(module.input_of_run(run).workload, run)
+    assert crowded.ideal_s == pytest.approx(0.7)
     assert crowded.buckets[-1].ready_s / crowded.backward_s == pytest.approx(1.0)
 
 

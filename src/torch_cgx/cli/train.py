@@ -3,7 +3,8 @@
 1. Every contestant warms up (long enough for those that begin exactly, or choose bits after some steps).
 2. Rounds: some steps of every contestant, every other round in reverse order. The first step of a turn is not timed: it
    waits for whom the turn before has held up. All copies see the same batches, step by step.
-3. After each turn the loss on what was held out, off the clock.
+3. After each turn the loss on what was held out, off the clock. Where ranks share cores, the ideal contestant has a
+   second turn, all ranks in step: see `turn_in_step`.
 
 A contestant's own clock counts all its steps, the warm-up too, so that losses can be compared at equal time. Printing,
 files and starting processes are the parent's part (bench_train.py, processes.py).
@@ -58,6 +59,7 @@ class Plan:
     data: str | None
     device: str
     nodes: int
+    crowded: bool  # this machine has more ranks than cores
 
 
 @dataclass(slots=True)
@@ -138,6 +140,20 @@ class Trainer:
             so_far + now - then for so_far, now, then in zip(contestant.link_nbytes, after, before, strict=True)
         ]
 
+    def turn_in_step(self, contestant: Contestant) -> None:
+        """The same, each step ended by all ranks together, as a training has it.
+
+        With fewer cores than ranks that takes longer than steps that each ends for itself: whoever got less of a
+        processor holds up the others. `cgx plan` is judged by it, as it does not know of schedulers.
+        """
+        self.step(contestant)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(self.plan.steps):
+            self.step(contestant)
+            dist.barrier()
+        contestant.in_step_s.append((time.perf_counter() - start) / self.plan.steps)
+
     @torch.no_grad()
     def judge(self, contestant: Contestant) -> None:
         """The loss on what was held out. The ideal copies drift apart, so that theirs means nothing."""
@@ -178,6 +194,8 @@ def run(arguments: Message, report: Report) -> Message:
             trainer.turn(contestant)
             dist.barrier()
             trainer.judge(contestant)
+            if plan.crowded and contestant.name == IDEAL:
+                trainer.turn_in_step(contestant)
     result = _result(plan, trainer)
     dist.barrier()
     dist.destroy_process_group()
@@ -205,6 +223,7 @@ def _result(plan: Plan, trainer: Trainer) -> Message:
             "step_s": each.step_s,
             "busy_s": each.busy_s,
             "processor_s": each.processor_s,
+            "in_step_s": each.in_step_s,
             "sent_nbytes": each.sent_nbytes(world),
             "link_nbytes": [nbytes / timed for nbytes in each.link_nbytes],
             "loss": each.curve,

@@ -107,6 +107,7 @@ class Contestant:
     step_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)
+    in_step_s: list[float] = field(default_factory=list)  # of the ideal one: with all ranks ending each step together
     link_nbytes: list[int] = field(default_factory=lambda: [0, 0])
 
     def sent_nbytes(self, world: int) -> float:

@@ -6,7 +6,8 @@ The head is that of every benchmark (report.py), with kind "train"; then:
                 round), bucket_size (of cgx), bucket_mb (of DDP, null: its default), data (a file's name), device,
                 omp_num_threads
     model       name, parameters, layers: [name, values, dimensions] each
-    phases      forward_s, backward_s, optimizer_s: medians of the ideal contestant, of the slowest rank
+    phases      forward_s, backward_s, optimizer_s: medians of the ideal contestant (of all its steps, those in step
+                too), of the slowest rank
     buckets     the grad buckets in the order in which DDP hands them over: numel, layers (names), ready_s (seconds
                 after the start of backward, ideal contestant, last step)
     cells       one a contestant:
@@ -18,6 +19,8 @@ The head is that of every benchmark (report.py), with kind "train"; then:
         exposed_s           median_s - that of ideal
         hidden_s            communication_s - exposed_s, at least 0; null for ideal
         processor_s         processor seconds of rank 0 a step, all threads, median over rounds
+        in_step_s           of ideal, where ranks share cores: median seconds of a step that all ranks end together;
+                            else null. Files from before this was measured have none
         sent_nbytes         by one rank a step: a ring's share of the payloads
         link_nbytes         a step on the busiest node's link in its busier direction; null on one host
         loss                [seconds of its own clock, loss on what was held out]: before the first step, after the
@@ -75,6 +78,7 @@ def merge(of_ranks: Sequence[Mapping[str, Any]], **head: Any) -> dict[str, Any]:
 def _merge_cell(of_ranks: Sequence[Mapping[str, Any]]) -> Cell:
     step_s = [max(times) for times in zip(*(cell["step_s"] for cell in of_ranks), strict=True)]
     busy_s = [max(times) for times in zip(*(cell["busy_s"] for cell in of_ranks), strict=True)]
+    in_step_s = [max(times) for times in zip(*(cell["in_step_s"] for cell in of_ranks), strict=True)]
     return {
         "contestant": of_ranks[0]["contestant"],
         "step_s": step_s,
@@ -82,6 +86,7 @@ def _merge_cell(of_ranks: Sequence[Mapping[str, Any]]) -> Cell:
         "steps_per_s": 1 / median(step_s),
         "communication_s": median(busy_s),
         "processor_s": median(of_ranks[0]["processor_s"]),
+        "in_step_s": median(in_step_s) if in_step_s else None,
         "sent_nbytes": of_ranks[0]["sent_nbytes"],
         "link_nbytes": max(nbytes for cell in of_ranks for nbytes in cell["link_nbytes"]),
         "loss": of_ranks[0]["loss"],

@@ -1,0 +1,62 @@
+"""The runs that `cgx plan` is held against on one machine (plan_validation.py): one JSON file each.
+
+    python benchmarks/plan_runs.py FOLDER            # as root: it makes its hosts; some 26 runs of one to three minutes
+
+1. The kernels, and an allreduce of 64 MB at 10 Gbit/s: what the machine's constants come from.
+2. Trainings on two and three nodes, without the contestants that `cgx plan` does not know, so that there is time for
+   more rounds than in scaling.py.
+
+What is there already is not measured again: remove a file to have it anew. A folder of another machine than those in
+plan_validation.py has to be entered there (MACHINES).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from scaling import BATCH, LIMIT_S, MODELS, RATES, SLOW
+
+NODES = (2, 3)
+KERNELS = "bench kernels --bucket-size 1024 --sizes 64M --dtypes float32 --seconds 0.12"
+ALLREDUCE = (
+    "bench allreduce --against gloo --bucket-size 1024 --nodes 2 --nproc 1 --rate 10gbit --sizes 64M --seconds 5"
+)
+
+
+def runs(models: list[str], rates: list[str], nodes: list[int]) -> dict[str, str]:
+    """Names of files, and the arguments of `cgx` that make them."""
+    made = {"kernels": KERNELS, "nodes-2x1-10gbit": ALLREDUCE}
+    for count in nodes:
+        for rate in rates:
+            turns = "--rounds 3 --steps 1" if rate == SLOW else "--rounds 6 --steps 3"
+            for model in models:
+                made[f"{model}-{rate}-{count}-nodes"] = (
+                    f"bench train --model {model} --nodes {count} --rate {rate} --batch {BATCH[model]} {turns} "
+                    "--against gloo,fp16 --bits 8,4,2"
+                )
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
+    parser.add_argument("--nodes", nargs="+", type=int, choices=NODES, default=list(NODES))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name, arguments in runs(options.models, options.rates, options.nodes).items():
+        path = options.folder / f"{name}.json"
+        if not path.exists():
+            command = [*arguments.split(), "--json", os.path.relpath(path)]
+            print(f"\ncgx {' '.join(command)}", flush=True)
+            subprocess.run([sys.executable, "-m", "torch_cgx.cli", *command], check=True, timeout=LIMIT_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
