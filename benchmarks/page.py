@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from markers import write_between
+from markers import short_cpu, write_between
 from torch_cgx.cli.plan_inputs import input_of_run, link_rate
 from torch_cgx.cli.plan_model import Plan
 from torch_cgx.cli.plan_sites import make_site
@@ -130,23 +130,22 @@ def speedup_text(run: Run) -> str:
 
 
 def other_runs(first: Run) -> Iterator[str]:
-    """Shares of all runs of the same training that were kept: one alone might be a lucky one."""
+    """Shares of all runs of the same training that were kept, a column each: one alone might be a lucky one."""
     found = sorted(RESULTS.glob("speedup-again-*.json"))
     if not found:
         return
-    names = [cell["contestant"] for cell in first["cells"]]
-    rows = []
-    for path in (RESULTS / "speedup.json", *found):
-        run = json.loads(path.read_text())
-        shares = [
-            format_seconds(cell_of(run, name)["median_s"]) if name == IDEAL else percent(cell_of(run, name))
-            for name in names
-        ]
-        rows.append([path.name, run["machine"]["cpu"], str(run["settings"]["batch"]), *shares])
-    header = ["run", "processor", "batch", *("ideal step" if name == IDEAL else names_of(name) for name in names)]
-    yield "Share of ideal in every run that was kept, the one above first; the batch decides how long a step is:"
+    runs = [first, *(json.loads(path.read_text()) for path in found)]
+    rows = [
+        ["processor", *(short_cpu(run["machine"]["cpu"]) for run in runs)],
+        ["batch", *(str(run["settings"]["batch"]) for run in runs)],
+        ["ideal step", *(format_seconds(cell_of(run, IDEAL)["median_s"]) for run in runs)],
+    ]
+    for name in (cell["contestant"] for cell in first["cells"] if cell["contestant"] != IDEAL):
+        rows.append([names_of(name), *(percent(cell_of(run, name)) for run in runs)])
+    header = ["run", "above", *(path.stem.removeprefix("speedup-") for path in found)]
+    yield "Share of ideal in every run that was kept; the batch decides how long a step is:"
     yield ""
-    yield format_markdown(header, rows, left=2)
+    yield format_markdown(header, rows)
     yield ""
 
 

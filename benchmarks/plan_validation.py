@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from markers import write_between
+from markers import short_cpu, write_between
 from torch_cgx.cli.plan_inputs import input_of_run, link_rate, workload_of_numbers
 from torch_cgx.cli.plan_model import EXACT, FP16, Bucket, Plan, Site, Way, Workload
 from torch_cgx.cli.plan_sites import ETHERNET, make_site, read_speeds
@@ -230,8 +230,8 @@ def measured_tables(paths: Sequence[Path]) -> str:
     machines: dict[str, Constants] = {}
     rows = [row for path in paths for row in rows_of(path, machines)]
     told = [
-        f"{cpu}, calibrated on `{_name(MACHINES[cpu][0])}`: a byte costs a processor {constants.byte_s * 1e9:.2f} ns "
-        f"at each end, and a message of ours over Gloo {constants.message_s * 1e6:.0f} us."
+        f"{short_cpu(cpu)}, calibrated on `{_name(MACHINES[cpu][0])}`: a byte costs a processor "
+        f"{constants.byte_s * 1e9:.2f} ns at each end, and a message of ours {constants.message_s * 1e6:.0f} us."
         for cpu, constants in machines.items()
     ]
     judged = [row for row in rows if not row.unjudged]
@@ -244,7 +244,14 @@ def measured_tables(paths: Sequence[Path]) -> str:
         ]
         for row in rows
     ]
-    return "\n".join([*told, "", _summary(judged), "", "All of them:", "", format_markdown(header, lines, left=3)])
+    every = [
+        '<details markdown="1"><summary>All rows</summary>',
+        "",
+        format_markdown(header, lines, left=3),
+        "",
+        "</details>",
+    ]
+    return "\n".join([*told, "", _summary(judged), "", *every])
 
 
 def _summary(judged: Sequence[Row]) -> str:
@@ -260,8 +267,8 @@ def _summary(judged: Sequence[Row]) -> str:
         errors = [row.error for row in rows]
         within = f"{sum(row.within for row in rows)} of {len(rows)}"
         worst = max(errors, key=abs)
-        lines.append([*kind, f"{rows[0].goal:.0%}", within, f"{median(errors):+.0%}", f"{worst:+.0%}"])
-    header = ["machine", "nodes x ranks", "rate", "of", "goal", "within", "median error", "worst"]
+        lines.append([short_cpu(kind[0]), *kind[1:], within, f"{median(errors):+.0%}", f"{worst:+.0%}"])
+    header = ["machine", "nodes x ranks", "rate", "of", "within goal", "median error", "worst"]
     return format_markdown(header, lines, left=4)
 
 
