@@ -2,9 +2,9 @@
 
     python benchmarks/page.py
 
-Reads benchmarks/results/speedup.json (the run of the front page), speedup-again-*.json (the same once more) and
-train/*.json (scaling.py), lets `cgx plan` predict more nodes than were measured, and writes docs/speedup.png,
-docs/scaling-MODEL.png and what stands between the page's markers.
+Reads benchmarks/results/speedup.json (the run of the front page), speedup-again-*.json (the same once more, or with
+another batch or machine) and train/*.json (scaling.py), lets `cgx plan` predict more nodes than were measured, and
+writes docs/speedup.png, docs/scaling-MODEL.png and what stands between the page's markers.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def speedup_text(run: Run) -> str:
 
 
 def other_runs(first: Run) -> Iterator[str]:
-    """Shares of all runs of the same training that were kept, a column each: one alone might be a lucky one."""
+    """All runs of this training that were kept, whatever their batch and machine: one alone might be a lucky one."""
     found = sorted(RESULTS.glob("speedup-again-*.json"))
     if not found:
         return
@@ -166,7 +166,7 @@ def other_buckets() -> Iterator[str]:
         yield (
             "Grad buckets matter: small ones let exact communication begin sooner. With DDP's default (1 MB, then 25), "
             f"batch {run['settings']['batch']} and an ideal step of {format_seconds(cell_of(run, IDEAL)['median_s'])}, "
-            f"another run had these shares of ideal: {'; '.join(shares)}."
+            f"another run, on the {short_cpu(run['machine']['cpu'])}, had these shares of ideal: {'; '.join(shares)}."
         )
 
 

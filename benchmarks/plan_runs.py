@@ -1,13 +1,13 @@
 """The runs that `cgx plan` is held against on one machine (plan_validation.py): one JSON file each.
 
-    python benchmarks/plan_runs.py FOLDER            # as root: it makes its hosts; some 26 runs of one to three minutes
+    python benchmarks/plan_runs.py FOLDER            # as root: it makes its hosts; some 26 runs of one to five minutes
 
 1. The kernels, and an allreduce of 64 MB at 10 Gbit/s: what the machine's constants come from.
 2. Trainings on two and three nodes, without the contestants that `cgx plan` does not know, so that there is time for
    more rounds than in scaling.py.
 
 What is there already is not measured again: remove a file to have it anew. A folder of another machine than those in
-plan_validation.py has to be entered there (MACHINES).
+plan_validation.py has to be entered there (MACHINES), and its files be named as arguments.
 """
 
 from __future__ import annotations

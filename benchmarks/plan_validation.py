@@ -31,7 +31,8 @@ from torch_cgx.executors.simulate import Speeds, Wire
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 XEON = RESULTS / "xeon"
-# By the name of its processor: the run that a machine's constants are fitted to, and what times its kernels.
+# The run that a machine's constants are fitted to, and what times its kernels; by the name of its processor, which
+# other virtual machines may have too.
 MACHINES = {
     "AMD EPYC": (RESULTS / "nodes-2x1-10gbit.json", RESULTS / "kernels-best-level.json"),
     "Intel(R) Xeon(R) Processor": (XEON / "nodes-2x1-10gbit.json", XEON / "kernels.json"),
@@ -41,7 +42,7 @@ PUBLISHED = ("<!-- published: begin (python benchmarks/plan_validation.py) -->",
 LATENCY_S = 50e-6  # of a message between two namespaces of one host
 # Their cgx rows were 38 and 41 % off, until messages' fixed times were no longer multiplied where ranks share a core:
 # whoever has changed the model after a look at a row cannot be judged by it.
-SEEN = ("nodes-2x2-1gbit.json", "nodes-2x2-1gbit-no-broadcast.json")
+SEEN = (RESULTS / "nodes-2x2-1gbit.json", RESULTS / "nodes-2x2-1gbit-no-broadcast.json")
 BUSY = 0.5  # cores at the start: others had the processors, whatever was predicted
 FAST = 10e9  # from this rate on, 30 % off is allowed; below, 15 %
 _WITHOUT_RATE = 100e9
@@ -220,7 +221,7 @@ def rows_of(path: Path, machines: dict[str, Constants]) -> Iterator[Row]:
     goal = 0.30 if link_rate(rate) >= FAST else 0.15
     load, busy = load_of(run)
     for what, predicted_s, measured_s in ROWS[run["kind"]](run, path.stem, constants):
-        seen = path.resolve() == MACHINES[cpu][0] or (path.name in SEEN and "cgx" in what)
+        seen = path.resolve() == MACHINES[cpu][0] or (path.resolve() in SEEN and "cgx" in what)
         unjudged = "seen" if seen else "busy" if busy else None
         place = f"{settings['nodes']} x {settings['nproc']}"
         yield Row(cpu, place, rate, what, predicted_s, measured_s, goal, unjudged, load, path)
@@ -274,7 +275,7 @@ def _summary(judged: Sequence[Row]) -> str:
 
 def _name(path: Path) -> str:
     """As it is found in benchmarks/results: files of the first machine by their names alone."""
-    return f"{path.parent.name}/{path.name}" if path.parent == XEON else path.name
+    return f"{path.parent.name}/{path.name}" if path.resolve().parent == XEON else path.name
 
 
 @dataclass(frozen=True)

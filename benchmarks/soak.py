@@ -45,6 +45,7 @@ MOST_IN_FLIGHT = 6
 GROUP_TIMEOUT_S = 300
 ROUNDS_A_TEMPORARY_GROUP = 40
 SAMPLE_S = 2.0
+SAMPLES = 40  # of a short run, at most
 ALLOWED_GROWTH_NBYTES = 32 << 20  # of resident memory, besides a twentieth: allocators keep something
 CACHES_NBYTES = 160 << 20  # what layouts and plans may fill until each group has seen most shapes
 CACHES_FILL_S = 600
@@ -147,7 +148,7 @@ def run(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> 
         if temporary:
             dist.destroy_process_group(place.group)
             counts["groups made and destroyed"] += 1
-        if time.monotonic() - sampled > SAMPLE_S:
+        if time.monotonic() - sampled > min(SAMPLE_S, seconds / SAMPLES):
             sampled = time.monotonic()
             samples.append(footprint())
             report({"share": float(state[0]) / seconds, "operations": counts["operations"]})

@@ -144,7 +144,7 @@ class Trainer:
         """The same, each step ended by all ranks together, as a training has it.
 
         With fewer cores than ranks that takes longer than steps that each ends for itself: whoever got less of a
-        processor holds up the others. `cgx plan` is judged by it, as it does not know of schedulers.
+        processor holds up the others. Whoever predicts steps on such a machine has to know it.
         """
         self.step(contestant)
         dist.barrier()

@@ -4,12 +4,12 @@ The head is that of every benchmark (report.py), with kind "train"; then:
 
     settings    nproc (on each node), nodes, model, contestants, batch (a rank and step), rounds, steps (timed, a
                 round), bucket_size (of cgx), bucket_mb (of DDP, null: its default), data (a file's name), device,
-                omp_num_threads
+                crowded (more ranks than cores on this machine), omp_num_threads
     model       name, parameters, layers: [name, values, dimensions] each
     phases      forward_s, backward_s, optimizer_s: medians of the ideal contestant (of all its steps, those in step
                 too), of the slowest rank
     buckets     the grad buckets in the order in which DDP hands them over: numel, layers (names), ready_s (seconds
-                after the start of backward, ideal contestant, last step)
+                after the start of backward, median of the ideal contestant's steps on rank 0)
     cells       one a contestant:
         contestant          ideal, gloo, nccl, fp16, powersgd, cgx-N, adaptive
         step_s              seconds of a step, a figure a round, of the slowest rank
