@@ -52,6 +52,7 @@ def test_every_contestant_trains_and_is_told_apart(tmp_path: Path) -> None:
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.matrix
 def test_where_ranks_share_a_core_steps_that_all_end_together_are_timed_too(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     command = [*CGX, *QUICK, "--nproc", "2", "--against", "none", "--bits", "4", "--json", str(output)]
