@@ -1,4 +1,4 @@
-"""Half a minute of `make soak`."""
+"""A minute of `make soak`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 @pytest.mark.alone
-def test_half_a_minute_of_mixed_load_is_right_and_nothing_grows() -> None:
+def test_a_minute_of_mixed_load_is_right_and_nothing_grows() -> None:
     spec = importlib.util.spec_from_file_location("soak", SOAK)
     assert spec is not None and spec.loader is not None
     sys.modules["soak"] = module = importlib.util.module_from_spec(spec)
@@ -23,5 +23,5 @@ def test_half_a_minute_of_mixed_load_is_right_and_nothing_grows() -> None:
     assert [each for each in report["problems"] if not each.startswith("left in /dev/shm")] == []
     for rank in report["ranks"]:
         assert len(rank["samples"]) >= 8  # fewer tell nothing of growth
-        assert rank["counts"]["operations"] > 50
-        assert rank["counts"]["compressed"] > 5
+        assert rank["counts"]["operations"] > 100
+        assert rank["counts"]["compressed"] > 10
