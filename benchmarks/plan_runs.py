@@ -6,8 +6,8 @@
 2. Trainings on two and three nodes, without the contestants that `cgx plan` does not know, so that there is time for
    more rounds than in scaling.py.
 
-What is there already is not measured again: remove a file to have it anew. A folder of another machine than those in
-plan_validation.py has to be entered there (MACHINES), and its files be named as arguments.
+What is there already is not measured again: remove a file to have it anew. plan_validation.py has to know a new
+folder (CALIBRATIONS).
 """
 
 from __future__ import annotations

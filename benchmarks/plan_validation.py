@@ -3,7 +3,7 @@
     python benchmarks/plan_validation.py [FILE.json ...] [--doc docs/plan.md]
 
 Without files, all runs between nodes in benchmarks/results and its folders train and xeon. Nothing is fitted to a row
-that is judged. A machine's constants come from the kernels' own benchmark there and from one run (MACHINES): one
+that is judged. A machine's constants come from the kernels' own benchmark there and from one run (CALIBRATIONS): one
 allreduce of 64 MB at 10 Gbit/s, where processors and not links are the limit. Two numbers are fitted to its two rows:
 what a byte costs a processor at each end, to Gloo's own all_reduce; and what a message costs it, to ours over Gloo.
 Rates of links are those that were set.
@@ -31,11 +31,11 @@ from torch_cgx.executors.simulate import Speeds, Wire
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 XEON = RESULTS / "xeon"
-# The run that a machine's constants are fitted to, and what times its kernels; by the name of its processor, which
-# other virtual machines may have too.
-MACHINES = {
-    "AMD EPYC": (RESULTS / "nodes-2x1-10gbit.json", RESULTS / "kernels-best-level.json"),
-    "Intel(R) Xeon(R) Processor": (XEON / "nodes-2x1-10gbit.json", XEON / "kernels.json"),
+# The run that a machine's constants are fitted to, and what times its kernels: of `make bench` here, and of another
+# machine's folder.
+CALIBRATIONS = {
+    RESULTS: (RESULTS / "nodes-2x1-10gbit.json", RESULTS / "kernels-best-level.json"),
+    XEON: (XEON / "nodes-2x1-10gbit.json", XEON / "kernels.json"),
 }
 MEASURED = ("<!-- measured: begin (python benchmarks/plan_validation.py) -->", "<!-- measured: end -->")
 PUBLISHED = ("<!-- published: begin (python benchmarks/plan_validation.py) -->", "<!-- published: end -->")
@@ -166,10 +166,13 @@ def calibrate(run: dict[str, Any], speeds: Speeds) -> Constants:
     return constants
 
 
-def constants_of(machine: str) -> Constants:
-    if machine not in MACHINES:
-        raise ValueError(f"{machine}: nothing was calibrated on it; known are {', '.join(MACHINES)}")
-    calibration, kernels = MACHINES[machine]
+def machine_of(path: Path) -> Path:
+    """The folder of the machine that the file is of; whatever has none of its own is of `make bench`."""
+    return XEON if path.resolve().parent == XEON else RESULTS
+
+
+def constants_of(machine: Path) -> Constants:
+    calibration, kernels = CALIBRATIONS[machine]
     return calibrate(json.loads(calibration.read_text()), read_speeds(kernels))
 
 
@@ -211,29 +214,29 @@ class Row:
         return self.unjudged or ("yes" if self.within else "no")
 
 
-def rows_of(path: Path, machines: dict[str, Constants]) -> Iterator[Row]:
+def rows_of(path: Path, machines: dict[Path, Constants]) -> Iterator[Row]:
     """Of one file; a machine that is met for the first time is calibrated."""
     run = json.loads(path.read_text())
     if not run.get("link") or run["kind"] not in ROWS:
         return
-    settings, rate, cpu = run["settings"], run["link"]["rate"], run["machine"]["cpu"]
-    constants = machines[cpu] = machines.get(cpu) or constants_of(cpu)
+    settings, rate, machine = run["settings"], run["link"]["rate"], machine_of(path)
+    constants = machines[machine] = machines.get(machine) or constants_of(machine)
     goal = 0.30 if link_rate(rate) >= FAST else 0.15
     load, busy = load_of(run)
     for what, predicted_s, measured_s in ROWS[run["kind"]](run, path.stem, constants):
-        seen = path.resolve() == MACHINES[cpu][0] or (path.resolve() in SEEN and "cgx" in what)
+        seen = path.resolve() == CALIBRATIONS[machine][0] or (path.resolve() in SEEN and "cgx" in what)
         unjudged = "seen" if seen else "busy" if busy else None
         place = f"{settings['nodes']} x {settings['nproc']}"
-        yield Row(cpu, place, rate, what, predicted_s, measured_s, goal, unjudged, load, path)
+        yield Row(run["machine"]["cpu"], place, rate, what, predicted_s, measured_s, goal, unjudged, load, path)
 
 
 def measured_tables(paths: Sequence[Path]) -> str:
-    machines: dict[str, Constants] = {}
+    machines: dict[Path, Constants] = {}
     rows = [row for path in paths for row in rows_of(path, machines)]
     told = [
-        f"{short_cpu(cpu)}, calibrated on `{_name(MACHINES[cpu][0])}`: a byte costs a processor "
+        f"Calibrated on `{_name(CALIBRATIONS[machine][0])}`: a byte costs a processor "
         f"{constants.byte_s * 1e9:.2f} ns at each end, and a message of ours {constants.message_s * 1e6:.0f} us."
-        for cpu, constants in machines.items()
+        for machine, constants in machines.items()
     ]
     judged = [row for row in rows if not row.unjudged]
     told.append(f"{sum(row.within for row in judged)} of the {len(judged)} rows that are judged are within their goal:")
@@ -275,7 +278,7 @@ def _summary(judged: Sequence[Row]) -> str:
 
 def _name(path: Path) -> str:
     """As it is found in benchmarks/results: files of the first machine by their names alone."""
-    return f"{path.parent.name}/{path.name}" if path.resolve().parent == XEON else path.name
+    return f"{path.parent.name}/{path.name}" if machine_of(path) == XEON else path.name
 
 
 @dataclass(frozen=True)
