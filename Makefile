@@ -70,7 +70,7 @@ bench: $(STAMP)
 	$(BENCH) --nproc 2 --bits 32 --sizes 4,1K,64K,1M,4M,25M,256M --json $(RESULTS)/allreduce-2-ranks-exact.json
 	$(BENCH) --nodes 2 --nproc 1 --rate 1gbit --sizes 4M,64M --json $(RESULTS)/nodes-2x1-1gbit.json
 	$(BENCH) --nodes 2 --nproc 1 --rate 100mbit --sizes 4M --json $(RESULTS)/nodes-2x1-100mbit.json
-	$(BENCH) --nodes 2 --nproc 1 --rate 10gbit --sizes 64M --json $(RESULTS)/nodes-2x1-10gbit.json
+	$(BENCH) --nodes 2 --nproc 1 --rate 10gbit --sizes 64M,64K --json $(RESULTS)/nodes-2x1-10gbit.json
 	$(BENCH) --nodes 2 --nproc 2 --rate 1gbit --sizes 64M --json $(RESULTS)/nodes-2x2-1gbit.json
 	CGX_INTRA_BROADCAST=0 $(BENCH) --nodes 2 --nproc 2 --rate 1gbit --sizes 64M \
 		--json $(RESULTS)/nodes-2x2-1gbit-no-broadcast.json

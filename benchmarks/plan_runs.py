@@ -1,10 +1,11 @@
 """The runs that `cgx plan` is held against on one machine (plan_validation.py): one JSON file each.
 
-    python benchmarks/plan_runs.py FOLDER            # as root: it makes its hosts; some 26 runs of one to five minutes
+    python benchmarks/plan_runs.py FOLDER            # as root: it makes its hosts; some 30 runs of up to five minutes
 
-1. The kernels, and an allreduce of 64 MB at 10 Gbit/s: what the machine's constants come from.
-2. Trainings on two and three nodes, without the contestants that `cgx plan` does not know, so that there is time for
-   more rounds than in scaling.py.
+1. The kernels, and allreduces of 64 MB and 64 KB at 10 Gbit/s: what the machine's constants come from.
+2. Allreduces at lower rates, on two and three nodes.
+3. Trainings there, without the contestants that `cgx plan` does not know, so that there is time for more rounds than in
+   scaling.py.
 
 What is there already is not measured again: remove a file to have it anew. plan_validation.py has to know a new
 folder (CALIBRATIONS).
@@ -21,19 +22,25 @@ from pathlib import Path
 from scaling import BATCH, LIMIT_S, MODELS, RATES, SLOW
 
 NODES = (2, 3)
+ROUNDS = {"mlp": 40}  # its steps are so short
 KERNELS = "bench kernels --bucket-size 1024 --sizes 64M --dtypes float32 --seconds 0.12"
-ALLREDUCE = (
-    "bench allreduce --against gloo --bucket-size 1024 --nodes 2 --nproc 1 --rate 10gbit --sizes 64M --seconds 5"
-)
+ALLREDUCE = "bench allreduce --against gloo --bucket-size 1024 --nproc 1"
+SIZES = {"100mbit": "4M", "1gbit": "4M,64M"}
 
 
 def runs(models: list[str], rates: list[str], nodes: list[int]) -> dict[str, str]:
     """Names of files, and the arguments of `cgx` that make them."""
-    made = {"kernels": KERNELS, "nodes-2x1-10gbit": ALLREDUCE}
+    made = {
+        "kernels": KERNELS,
+        "nodes-2x1-10gbit": f"{ALLREDUCE} --nodes 2 --rate 10gbit --sizes 64M,64K --seconds 10",
+    }
     for count in nodes:
         for rate in rates:
-            turns = "--rounds 3 --steps 1" if rate == SLOW else "--rounds 6 --steps 3"
+            if rate in SIZES:
+                made[f"nodes-{count}x1-{rate}"] = f"{ALLREDUCE} --nodes {count} --rate {rate} --sizes {SIZES[rate]}"
             for model in models:
+                # All rounds together are to last longer than a neighbour is busy.
+                turns = "--rounds 3 --steps 1" if rate == SLOW else f"--rounds {ROUNDS.get(model, 10)} --steps 3"
                 made[f"{model}-{rate}-{count}-nodes"] = (
                     f"bench train --model {model} --nodes {count} --rate {rate} --batch {BATCH[model]} {turns} "
                     "--against gloo,fp16 --bits 8,4,2"

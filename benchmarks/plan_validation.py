@@ -3,10 +3,10 @@
     python benchmarks/plan_validation.py [FILE.json ...] [--doc docs/plan.md]
 
 Without files, all runs between nodes in benchmarks/results and its folders train and xeon. Nothing is fitted to a row
-that is judged. A machine's constants come from the kernels' own benchmark there and from one run (CALIBRATIONS): one
-allreduce of 64 MB at 10 Gbit/s, where processors and not links are the limit. Two numbers are fitted to its two rows:
-what a byte costs a processor at each end, to Gloo's own all_reduce; and what a message costs it, to ours over Gloo.
-Rates of links are those that were set.
+that is judged. A machine's constants come from the kernels' own benchmark there and from one run (CALIBRATIONS): an
+allreduce at 10 Gbit/s, where processors and not links are the limit. Two numbers are fitted to its rows of 64 MB: what
+a byte costs a processor at each end, to Gloo's own all_reduce; and what a message costs it, to ours over Gloo. Two more
+to its rows of 64 KB, where it has them: what it takes each of the two to begin. Rates of links are those that were set.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ SEEN = (RESULTS / "nodes-2x2-1gbit.json", RESULTS / "nodes-2x2-1gbit-no-broadcas
 BUSY = 0.5  # cores at the start: others had the processors, whatever was predicted
 FAST = 10e9  # from this rate on, 30 % off is allowed; below, 15 %
 _WITHOUT_RATE = 100e9
+_SWEEPS = 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Constants:
     speeds: Speeds
     byte_s: float
     message_s: float  # of ours; Gloo's own messages are driven by no Python, and few
+    start_s: float = 0.0  # until an operation of ours begins
+    exact_start_s: float = 0.0  # and one of Gloo's
 
 
 def site_of(run: dict[str, Any], constants: Constants) -> Site:
@@ -81,6 +84,8 @@ def site_of(run: dict[str, Any], constants: Constants) -> Site:
         block=settings["bucket_size"],
         steals_kernels=True,
         steals_transport=True,
+        start_s=constants.start_s,
+        exact_start_s=constants.exact_start_s,
     )
 
 
@@ -148,21 +153,28 @@ ROWS: dict[str, Callable[[dict[str, Any], str, Constants], Iterator[tuple[str, f
 
 
 def calibrate(run: dict[str, Any], speeds: Speeds) -> Constants:
-    """By halving: the more a processor has to do, the longer everything takes."""
+    """By halving, each constant by the row that tells most of it, until they agree with each other."""
+    sizes = {cell["nbytes"] for cell in run["cells"]}
+    fits = [("byte_s", "gloo", max(sizes), 1e-8), ("message_s", "cgx", max(sizes), 1e-2)]
+    if len(sizes) > 1:
+        fits += [("exact_start_s", "gloo", min(sizes), 1e-2), ("start_s", "cgx", min(sizes), 1e-2)]
 
-    def excess(constants: Constants, backend: str) -> float:
+    def excess_s(constants: Constants, backend: str, nbytes: int) -> float:
         rows = zip(run["cells"], allreduce_rows(run, "", constants), strict=True)
-        return sum(math.log(found / measured) for cell, (_, found, measured) in rows if cell["backend"] == backend)
+        (row,) = (row for cell, row in rows if (cell["backend"], cell["nbytes"]) == (backend, nbytes))
+        _, found, measured = row
+        return found - measured
 
     constants = Constants(speeds, 0.0, 0.0)
-    for name, backend, high in (("byte_s", "gloo", 1e-8), ("message_s", "cgx", 1e-2)):
-        low = 0.0
-        for _ in range(30):
-            constants = replace(constants, **{name: (low + high) / 2})
-            if excess(constants, backend) > 0:
-                high = (low + high) / 2
-            else:
-                low = (low + high) / 2
+    for _ in range(_SWEEPS):
+        for name, backend, nbytes, high in fits:
+            low = 0.0
+            for _ in range(30):
+                constants = replace(constants, **{name: (low + high) / 2})
+                if excess_s(constants, backend, nbytes) > 0:
+                    high = (low + high) / 2
+                else:
+                    low = (low + high) / 2
     return constants
 
 
@@ -235,7 +247,9 @@ def measured_tables(paths: Sequence[Path]) -> str:
     rows = [row for path in paths for row in rows_of(path, machines)]
     told = [
         f"Calibrated on `{_name(CALIBRATIONS[machine][0])}`: a byte costs a processor "
-        f"{constants.byte_s * 1e9:.2f} ns at each end, and a message of ours {constants.message_s * 1e6:.0f} us."
+        f"{constants.byte_s * 1e9:.2f} ns at each end, and a message of ours {constants.message_s * 1e6:.0f} us; "
+        f"an operation begins after {constants.start_s * 1e6:.0f} us, one of Gloo's after "
+        f"{constants.exact_start_s * 1e6:.0f}."
         for machine, constants in machines.items()
     ]
     judged = [row for row in rows if not row.unjudged]

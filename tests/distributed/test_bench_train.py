@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,7 +32,8 @@ def test_every_contestant_trains_and_is_told_apart(tmp_path: Path) -> None:
     assert list(cells) == ["ideal", "gloo", "fp16", "powersgd", "cgx-8", "cgx-4", "adaptive"]
     exact = 4 * result["model"]["parameters"]
     assert cells["ideal"]["sent_nbytes"] == 0
-    assert (cells["ideal"]["in_step_s"] is None) == (result["machine"]["cores"] >= 2)
+    assert cells["ideal"]["in_step_s"] > 0
+    assert cells["gloo"]["in_step_s"] is None
     assert cells["gloo"]["sent_nbytes"] == exact
     assert cells["fp16"]["sent_nbytes"] == exact / 2
     assert cells["powersgd"]["sent_nbytes"] < exact / 20
@@ -50,20 +50,6 @@ def test_every_contestant_trains_and_is_told_apart(tmp_path: Path) -> None:
         assert not curve or curve[-1] < curve[0], f"{name} learns nothing"
     assert "cgx, adaptive" in done.stdout
     assert plot.stat().st_size > 10_000
-
-
-@pytest.mark.matrix
-def test_where_ranks_share_a_core_steps_that_all_end_together_are_timed_too(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    command = [*CGX, *QUICK, "--nproc", "2", "--against", "none", "--bits", "4", "--json", str(output)]
-    one = {min(os.sched_getaffinity(0))}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, preexec_fn=lambda: os.sched_setaffinity(0, one)
-    )
-    assert done.returncode == 0, done.stderr
-    ideal, ours = json.loads(output.read_text())["cells"]
-    assert ideal["in_step_s"] > 0
-    assert ours["in_step_s"] is None
 
 
 @pytest.mark.matrix

@@ -14,7 +14,7 @@ import pytest
 
 from distributed.witness import Witness
 from torch_cgx.cli import hosts as hosts_module
-from torch_cgx.cli.hosts import Hosts, HostsUnavailable, parse_rate
+from torch_cgx.cli.hosts import Hosts, HostsUnavailable, parse_rate, share_cores
 from torch_cgx.cli.link import measure_goodput
 
 MakeHosts = Callable[..., Hosts]
@@ -72,6 +72,25 @@ def test_nodes_reach_each_other_and_nothing_else(make_hosts: MakeHosts) -> None:
         assert len(node.run(["ip", "route"]).splitlines()) == 1
     assert len({node.address for node in hosts.nodes}) == 3
     assert min(measure_goodput(hosts.nodes[2], hosts.nodes[0], seconds=0.1)) > 0
+
+
+def test_each_node_has_cores_of_its_own_where_there_are_enough(make_hosts: MakeHosts) -> None:
+    ours = os.sched_getaffinity(0)
+    hosts = make_hosts(2)
+    show = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
+    first, second = ({int(core) for core in node.run(show).split()} for node in hosts.nodes)
+    assert first | second <= ours
+    if len(ours) > 1:
+        assert len(first) == len(second) == len(ours) // 2
+        assert not first & second
+    else:
+        assert first == second == ours
+
+
+def test_cores_are_shared_out_evenly_or_not_at_all() -> None:
+    assert share_cores([2, 3, 5, 8, 9], 2) == [(2, 3), (5, 8)]
+    assert share_cores([2, 3], 2) == [(2,), (3,)]
+    assert share_cores([2, 3], 3) == [(), (), ()]
 
 
 def test_a_cable_can_be_pulled_and_put_back(make_hosts: MakeHosts) -> None:

@@ -262,7 +262,7 @@ def test_calibration_meets_the_run_that_it_is_made_on(folder: str) -> None:
     machine = (RESULTS / folder).resolve()
     run = json.loads(module.CALIBRATIONS[machine][0].read_text())
     rows = list(module.allreduce_rows(run, "", module.constants_of(machine)))
-    assert len(rows) == len(run["cells"]) == 2
+    assert len(rows) == len(run["cells"]) >= 2
     for _, predicted, measured in rows:
         assert predicted == pytest.approx(measured, rel=0.001)
 

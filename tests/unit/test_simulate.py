@@ -35,18 +35,29 @@ def test_two_ranks_by_hand() -> None:
     assert timing == Timing(8 + 81 + 40 + 81 + 8, 8 + 40 + 8, 0, (1600, 1600), 1600)
 
 
-def test_a_message_costs_both_processors_while_it_passes() -> None:
+def test_a_message_costs_both_processors() -> None:
     """As above without kernels: a processor is busy for 2 + 800 * 0.2 = 162 s with each message, at each end.
 
-    With a core of its own the receiver begins when the message does: 1 + 162 s after that, its own sends beside.
-    With one core it first has to be through with its own: 162 + 162; and again with the sums.
+    With a second core the bytes begin to leave after 2 s and to arrive 1 s later, cost 160 s there beside those that
+    leave, and 2 s more when all are there. With one core a rank first has to be through with its own message: 162 +
+    162; and again with the sums.
     """
     topology = Topology.flat("SRA", 2)
     slices = layout_of(topology, 400, Identity()).slices
     wire = Wire(10, latency_s=1, message_s=2, byte_s=0.2)
-    assert simulate(topology, slices, Costs(between=wire, cores=2)).seconds == pytest.approx(2 * 163)
+    assert simulate(topology, slices, Costs(between=wire, cores=2)).seconds == pytest.approx(2 * (2 + 1 + 160 + 2))
     assert simulate(topology, slices, Costs(between=wire, cores=1)).seconds == pytest.approx(4 * 162)
     assert simulate(topology, slices, Costs(between=wire, cores=0.5)).seconds == pytest.approx(4 * (2 + 2 * 160))
+
+
+def test_an_operation_begins_late_once_however_many_slices_it_has() -> None:
+    topology = Topology.flat("SRA", 2)
+    for n in (1, 2):
+        slices = layout_of(topology, 800, Identity(), n).slices
+        costs = Costs(between=Wire(10), speeds=Speeds(copy=100, sum=20))
+        at_once, late = (simulate(topology, slices, each) for each in (costs, replace(costs, start_s=7)))
+        assert late.seconds == pytest.approx(at_once.seconds + 7)
+        assert late.kernel_s == at_once.kernel_s
 
 
 def test_two_slices_overlap() -> None:

@@ -105,7 +105,6 @@ def bench_train(options: argparse.Namespace) -> int:
         "data": str(options.data) if options.data else None,
         "device": options.device,
         "nodes": options.nodes or 1,
-        "crowded": options.device == "cpu" and nproc * (options.nodes or 1) > machine.cores(),
     }
     load, busy_cores = machine.load(), machine.busy_cores()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")

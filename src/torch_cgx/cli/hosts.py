@@ -7,6 +7,9 @@ its own, so that nothing of the real host's network is touched. With a rate, a t
 every pair, as a full-duplex link has it: node0 shapes what the node sends, port0 what it gets. The bucket is small
 (128 KB), so that small transfers are shaped too.
 
+A node has cores of its own, as many as each other node, which commands that are started there keep to; hosts do not
+share processors. With fewer cores than nodes they have to: then everything runs wherever there is room.
+
 Nothing is left, however this process ends. The namespaces have no names and no mounts: what keeps them is a file
 descriptor each of this process, and the kernel removes a namespace, with all devices in it, when the last descriptor
 and the last process that refer to it are gone. So there is nothing to tidy up even after SIGKILL.
@@ -32,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-__all__ = ["MAX_NODES", "Hosts", "HostsUnavailable", "Node", "parse_rate"]
+__all__ = ["MAX_NODES", "Hosts", "HostsUnavailable", "Node", "parse_rate", "share_cores"]
 
 MAX_NODES = 64
 BURST_NBYTES = 128 * 1024
@@ -44,7 +47,13 @@ _PERMISSION = (
     "permission to make network namespaces and devices: run as root, or under `unshare --user --map-root-user`; "
     "in a container, start that with --privileged, or with --cap-add SYS_ADMIN --cap-add NET_ADMIN"
 )
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"}
+_TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "taskset": "util-linux",
+}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit", re.IGNORECASE)
 _FACTOR = {"k": 10**3, "m": 10**6, "g": 10**9}
 
@@ -71,6 +80,7 @@ class Node:
     index: int
     namespace: str  # a path that setns and nsenter take
     switch: str  # the same of the switch
+    cores: tuple[int, ...] = ()  # that its commands run on; none: on any
 
     @property
     def address(self) -> str:
@@ -95,7 +105,8 @@ class Node:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The command that runs `arguments` in this node; it is killed when the thread that starts it ends."""
-        return ["nsenter", f"--net={self.namespace}", "setpriv", "--pdeathsig", "KILL", *arguments]
+        cores = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
+        return ["nsenter", f"--net={self.namespace}", *cores, "setpriv", "--pdeathsig", "KILL", *arguments]
 
     def run(self, arguments: Sequence[str]) -> str:
         """Run a command here until it ends; what it wrote to stdout. `subprocess.CalledProcessError` if it fails."""
@@ -142,7 +153,10 @@ class Hosts:
         _check_tools()
         try:
             switch = self._new_namespace()
-            self.nodes = tuple(Node(index, self._new_namespace(), switch) for index in range(self._count))
+            self.nodes = tuple(
+                Node(index, self._new_namespace(), switch, cores)
+                for index, cores in enumerate(share_cores(sorted(os.sched_getaffinity(0)), self._count))
+            )
             self._wire(switch)
             if self.rate is not None:
                 self._shape(switch, self.rate)
@@ -217,6 +231,12 @@ class Hosts:
                 _batch(
                     namespace, "tc", [f"qdisc add dev {device} root {bucket}"], "a kernel with tbf (modprobe sch_tbf)"
                 )
+
+
+def share_cores(cores: Sequence[int], nodes: int) -> list[tuple[int, ...]]:
+    """As many for each node, none for two; with fewer cores than nodes, none for anyone."""
+    each = len(cores) // nodes
+    return [tuple(cores[each * index : each * (index + 1)]) for index in range(nodes)]
 
 
 def _address(index: int) -> str:

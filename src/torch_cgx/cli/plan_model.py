@@ -113,6 +113,8 @@ class Site:
     tree: bool = False  # the exact backend has trees as well as rings, as NCCL does, and takes the faster
     steals_kernels: bool = True  # kernels and gradients are computed by one processor
     steals_transport: bool = False  # messages and gradients are
+    start_s: float = 0.0  # of an operation of cgx between nodes
+    exact_start_s: float = 0.0  # and of the exact backend
     most_nodes: int = MOST_NODES  # see `simulate_classes`
 
     def ways(self, nodes: int) -> Iterator[Way]:
@@ -207,14 +209,14 @@ class Plan:
         """What is exact is sent from where it lies, and received there: nothing is copied."""
         site = self.site
         speeds = replace(site.speeds, copy=float("inf"))
-        return Costs(site.exact_within, site.exact_between, speeds, site.cores)
+        return Costs(site.exact_within, site.exact_between, speeds, site.cores, site.exact_start_s)
 
     def _costs(self, nodes: int, way: Way) -> Costs:
         """Between nodes, CPU tensors have SHM within a node only in name: it is the loopback of what goes between."""
         site = self.site
         loopback = site.device == "cpu" and nodes > 1 and way.inner == "SHM"
         within = site.within[way.cross if loopback else way.inner]
-        return Costs(within, site.between[way.cross], site.speeds, site.cores)
+        return Costs(within, site.between[way.cross], site.speeds, site.cores, site.start_s if nodes > 1 else 0.0)
 
     def _step(self, contestant: str, nodes: int, way: Way | None) -> Prediction:
         work, site = self.workload, self.site
@@ -260,7 +262,7 @@ def _tree(cluster: Cluster, nbytes: float, costs: Costs) -> Timing:
     link = 2 * nbytes
     slowest = max(link / far.bytes_per_s, link / near.bytes_per_s if cluster.ranks > 1 else 0.0)
     kernel = nbytes / costs.speeds.sum
-    return Timing(latency + slowest + kernel, kernel, 0.0, (link,), link)
+    return Timing(costs.start_s + latency + slowest + kernel, kernel, 0.0, (link,), link)
 
 
 def _quantizer(contestant: str, block: int) -> Identity | MaxMin:

@@ -3,8 +3,8 @@
 1. Every contestant warms up (long enough for those that begin exactly, or choose bits after some steps).
 2. Rounds: some steps of every contestant, every other round in reverse order. The first step of a turn is not timed: it
    waits for whom the turn before has held up. All copies see the same batches, step by step.
-3. After each turn the loss on what was held out, off the clock. Where ranks share cores, the ideal contestant has a
-   second turn, all ranks in step: see `turn_in_step`.
+3. After each turn the loss on what was held out, off the clock. The ideal contestant has a second turn, all ranks in
+   step: see `turn_in_step`.
 
 A contestant's own clock counts all its steps, the warm-up too, so that losses can be compared at equal time. Printing,
 files and starting processes are the parent's part (bench_train.py, processes.py).
@@ -59,7 +59,6 @@ class Plan:
     data: str | None
     device: str
     nodes: int
-    crowded: bool  # this machine has more ranks than cores
 
 
 @dataclass(slots=True)
@@ -143,8 +142,8 @@ class Trainer:
     def turn_in_step(self, contestant: Contestant) -> None:
         """The same, each step ended by all ranks together, as a training has it.
 
-        With fewer cores than ranks that takes longer than steps that each ends for itself: whoever got less of a
-        processor holds up the others. Whoever predicts steps on such a machine has to know it.
+        That takes longer than steps that each ends for itself, most of all with fewer cores than ranks: whoever got
+        less of a processor this time holds up the others. Whoever predicts steps of a training has to know it.
         """
         self.step(contestant)
         dist.barrier()
@@ -194,7 +193,7 @@ def run(arguments: Message, report: Report) -> Message:
             trainer.turn(contestant)
             dist.barrier()
             trainer.judge(contestant)
-            if plan.crowded and contestant.name == IDEAL:
+            if contestant.name == IDEAL:
                 trainer.turn_in_step(contestant)
     result = _result(plan, trainer)
     dist.barrier()

@@ -4,7 +4,7 @@ The head is that of every benchmark (report.py), with kind "train"; then:
 
     settings    nproc (on each node), nodes, model, contestants, batch (a rank and step), rounds, steps (timed, a
                 round), bucket_size (of cgx), bucket_mb (of DDP, null: its default), data (a file's name), device,
-                crowded (more ranks than cores on this machine), omp_num_threads
+                omp_num_threads
     model       name, parameters, layers: [name, values, dimensions] each
     phases      forward_s, backward_s, optimizer_s: medians of the ideal contestant (of all its steps, those in step
                 too), of the slowest rank
@@ -19,8 +19,8 @@ The head is that of every benchmark (report.py), with kind "train"; then:
         exposed_s           median_s - that of ideal
         hidden_s            communication_s - exposed_s, at least 0; null for ideal
         processor_s         processor seconds of rank 0 a step, all threads, median over rounds
-        in_step_s           of ideal, where ranks share cores: median seconds of a step that all ranks end together;
-                            else null. Files from before this was measured have none
+        in_step_s           of ideal: median seconds of a step that all ranks end together; else null. Files from
+                            before this was measured have none; some have it only of more ranks than cores
         sent_nbytes         by one rank a step: a ring's share of the payloads
         link_nbytes         a step on the busiest node's link in its busier direction; null on one host
         loss                [seconds of its own clock, loss on what was held out]: before the first step, after the

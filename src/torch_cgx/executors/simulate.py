@@ -11,9 +11,10 @@ slices overlap as `schedule` says, and with `rounds` a rank sends what it has on
    other in the order in which they begin to arrive; each way is occupied for bytes over bandwidth.
 3. A message begins to arrive its wire's latency after it has begun to leave, and has arrived when it has left, the
    latency after, and entered.
-4. A message costs the processor some time at each end, a fixed one and one a byte, while it passes. Where a rank has a
-   second core, that costs the other core. Where it has less than one, values and bytes take longer; the fixed time,
-   which is mostly waking up, does not.
+4. A message costs the processor some time at each end: a fixed one, before its bytes leave and after they are there,
+   and one a byte, while they pass. Where a rank has a second core, that costs the other core. Where it has less than
+   one, values and bytes take longer; the fixed time, which is mostly waking up, does not.
+5. An operation begins with a fixed time on every rank: until the thread that runs it is awake, here and on the peer.
 
 `simulate` runs every rank. Groups of a thousand ranks: `simulate_classes`.
 """
@@ -90,6 +91,7 @@ class Costs:
     between: Wire = Wire()  # of each node, to other nodes
     speeds: Speeds = Speeds()
     cores: float = 2.0  # of each rank, for kernels and transport: see the module's rule 4
+    start_s: float = 0.0  # of every operation, before its first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +251,18 @@ def play(
     return _Play(scripts, durations, lengths, costs, serial).run()
 
 
-# A message on its way: its number, how long it occupies a link, whether it comes from another node, when its end can be
-# there at the earliest, and what it costs the processor that receives it.
-_Coming = tuple[int, float, bool, float, float]
+class _Passing(NamedTuple):
+    """What a message takes."""
+
+    link_s: float
+    latency_s: float
+    fixed_s: float  # of a processor, at each end
+    bytes_s: float  # the same, while its bytes pass
+
+
+# A message on its way: its number, what it takes, whether it comes from another node, and when its end can be there at
+# the earliest.
+_Coming = tuple[int, _Passing, bool, float]
 
 
 class _Play:
@@ -268,13 +279,13 @@ class _Play:
         slower = 1 / min(1.0, costs.cores)
         self.durations = [seconds * slower for seconds in durations]
         self.nbytes = [length.nbytes for length in lengths]
-        # By wire and length: what a message occupies a link for, takes to arrive, and costs a processor.
-        self.passing = [
+        self.passing = [  # by wire and length
             [
-                (
+                _Passing(
                     nbytes / wire.bytes_per_s,
                     wire.latency_s * (messages if serial else 1.0),
-                    messages * wire.message_s + nbytes * wire.byte_s * slower,
+                    messages * wire.message_s,
+                    nbytes * wire.byte_s * slower,
                 )
                 for nbytes, messages in lengths
             ]
@@ -282,7 +293,7 @@ class _Play:
         ]
         count = len(scripts)
         self.index = {script.rank: place for place, script in enumerate(scripts)}
-        self.clock = [0.0] * count
+        self.clock = [costs.start_s] * count
         self.position = [0] * count
         # A link's two ways, and a second core's: when each is free. Of ranks; then of nodes.
         nodes = {node: count + place for place, node in enumerate(dict.fromkeys(script.node for script in scripts))}
@@ -295,14 +306,14 @@ class _Play:
         self.transport = [0.0] * count
         self.sent = [0.0] * count
         self.link = [0.0] * (count + len(nodes))
-        self.arrived: dict[int, tuple[float, float, float]] = {}  # begins, is there, costs
+        self.arrived: dict[int, tuple[float, float, _Passing]] = {}  # begins, is there
         self.waiting: dict[int, int] = {}
         self.heap: list[tuple[float, int, int, _Coming | None]] = []
         self.events = 0
 
     def run(self) -> Timing:
         for place in range(len(self.scripts)):
-            self._push(0.0, place)
+            self._push(self.clock[place], place)
         while self.heap:
             now, _, place, message = heapq.heappop(self.heap)
             if message is None:
@@ -341,8 +352,11 @@ class _Play:
                 if message not in arrived:
                     self.waiting[message] = place
                     break
-                begins, there, costs = arrived.pop(message)
-                clock = max(clock, there) if self.apart else max(there, max(clock, begins) + costs)
+                begins, there, passing = arrived.pop(message)
+                if self.apart:
+                    clock = max(clock, there)
+                else:
+                    clock = max(there, max(clock, begins) + passing.bytes_s) + passing.fixed_s
             else:
                 if clock > now:
                     self._push(clock, place)
@@ -355,31 +369,31 @@ class _Play:
     def _send(self, place: int, operation: tuple[int, int, int, bool], clock: float) -> float:
         message, peer, length, apart = operation
         nbytes = self.nbytes[length]
-        passing_s, latency_s, costs = self.passing[apart][length]
-        begins = max(clock, self.carrier_out[place]) if self.apart else clock
-        self.carrier_out[place] = begins + costs
+        passing = self.passing[apart][length]
+        begins = (max(clock, self.carrier_out[place]) if self.apart else clock) + passing.fixed_s
+        ends = self.carrier_out[place] = begins + passing.bytes_s
         link = self.port[place] if apart else place
         starts = max(begins, self.leaves[link])
-        self.leaves[link] = starts + passing_s
-        there = max(starts + passing_s, begins + costs) + latency_s
-        self._push(starts + latency_s, self.index[peer], (message, passing_s, apart, there, costs))
-        self.transport[place] += costs
+        self.leaves[link] = starts + passing.link_s
+        there = max(starts + passing.link_s, ends) + passing.latency_s
+        self._push(starts + passing.latency_s, self.index[peer], (message, passing, apart, there))
+        self.transport[place] += passing.fixed_s + passing.bytes_s
         self.sent[place] += nbytes
         if apart:
             self.link[link] += nbytes
-        return clock if self.apart else clock + costs
+        return clock if self.apart else ends
 
     def _arrive(self, now: float, place: int, it: _Coming) -> None:
-        message, passing_s, apart, there, costs = it
+        message, passing, apart, there = it
         link = self.port[place] if apart else place
         begins = max(now, self.enters[link])
-        self.enters[link] = begins + passing_s
-        there = max(begins + passing_s, there)
+        self.enters[link] = begins + passing.link_s
+        there = max(begins + passing.link_s, there)
         if self.apart:
-            self.carrier_in[place] = max(self.carrier_in[place], begins) + costs
-            there = max(there, self.carrier_in[place])
-        self.transport[place] += costs
-        self.arrived[message] = (begins, there, costs)
+            there = max(there, max(self.carrier_in[place], begins) + passing.bytes_s) + passing.fixed_s
+            self.carrier_in[place] = max(self.carrier_in[place], begins) + passing.bytes_s + passing.fixed_s
+        self.transport[place] += passing.fixed_s + passing.bytes_s
+        self.arrived[message] = (begins, there, passing)
         if message in self.waiting:
             place = self.waiting.pop(message)
             self._push(self.clock[place], place)
