@@ -1,6 +1,6 @@
 """The runs that `cgx plan` is held against on one machine (plan_validation.py): one JSON file each.
 
-    python benchmarks/plan_runs.py FOLDER            # as root: it makes its hosts; some 30 runs of up to five minutes
+    python benchmarks/plan_runs.py FOLDER            # as root: it makes its hosts; some 30 runs of up to eight minutes
 
 1. The kernels, and allreduces of 64 MB and 64 KB at 10 Gbit/s: what the machine's constants come from.
 2. Allreduces at lower rates, on two and three nodes.
@@ -22,7 +22,7 @@ from pathlib import Path
 from scaling import BATCH, LIMIT_S, MODELS, RATES, SLOW
 
 NODES = (2, 3)
-ROUNDS = {"mlp": 40}  # its steps are so short
+ROUNDS = {"mlp": 40}  # its steps are so short that ten rounds are over while a neighbour is busy
 KERNELS = "bench kernels --bucket-size 1024 --sizes 64M --dtypes float32 --seconds 0.12"
 ALLREDUCE = "bench allreduce --against gloo --bucket-size 1024 --nproc 1"
 SIZES = {"100mbit": "4M", "1gbit": "4M,64M"}
@@ -39,7 +39,6 @@ def runs(models: list[str], rates: list[str], nodes: list[int]) -> dict[str, str
             if rate in SIZES:
                 made[f"nodes-{count}x1-{rate}"] = f"{ALLREDUCE} --nodes {count} --rate {rate} --sizes {SIZES[rate]}"
             for model in models:
-                # All rounds together are to last longer than a neighbour is busy.
                 turns = "--rounds 3 --steps 1" if rate == SLOW else f"--rounds {ROUNDS.get(model, 10)} --steps 3"
                 made[f"{model}-{rate}-{count}-nodes"] = (
                     f"bench train --model {model} --nodes {count} --rate {rate} --batch {BATCH[model]} {turns} "

@@ -24,7 +24,7 @@ from markers import short_cpu, write_between
 from torch_cgx.cli.plan_inputs import input_of_run, link_rate, workload_of_numbers
 from torch_cgx.cli.plan_model import EXACT, FP16, Bucket, Plan, Site, Way, Workload
 from torch_cgx.cli.plan_sites import ETHERNET, make_site, read_speeds
-from torch_cgx.cli.table import format_markdown, format_seconds
+from torch_cgx.cli.table import format_markdown, format_nbytes, format_seconds
 from torch_cgx.cli.train_report import IDEAL
 from torch_cgx.executors.simulate import Speeds, Wire
 
@@ -61,7 +61,7 @@ class Constants:
 
 
 def site_of(run: dict[str, Any], constants: Constants) -> Site:
-    """The machine that the run was made on, whose cores all nodes share."""
+    """The machine that the run was made on: nodes of cores of their own, or that share all."""
     settings, link = run["settings"], run["link"]
     ranks, nodes = settings["nproc"], settings["nodes"] or 1
     rate = (link_rate(link["rate"]) if link["rate"] else _WITHOUT_RATE) / 8 * ETHERNET
@@ -80,7 +80,7 @@ def site_of(run: dict[str, Any], constants: Constants) -> Site:
         constants.speeds,
         exact_near,
         exact_far,
-        cores=run["machine"]["cores"] / (ranks * nodes),
+        cores=(link.get("node_cores") or run["machine"]["cores"] / nodes) / ranks,
         block=settings["bucket_size"],
         steals_kernels=True,
         steals_transport=True,
@@ -103,17 +103,17 @@ def allreduce_rows(run: dict[str, Any], name: str, constants: Constants) -> Iter
         way = way_of(run, name) if ours else None
         predicted = plan.duration(contestant, cell["numel"], nodes, way).seconds
         yield (
-            f"all_reduce {cell['nbytes'] >> 20} MB, {_title(cell['backend'], contestant)}",
+            f"all_reduce {format_nbytes(cell['nbytes'])}, {_title(cell['backend'], contestant)}",
             predicted,
             cell["median_s"],
         )
 
 
 def in_step(workload: Workload, run: Mapping[str, Any]) -> Workload:
-    """Where ranks share cores: as long as steps without communication take that all ranks end together.
+    """As long as steps without communication take that all ranks end together.
 
     The ideal one of the same run is ended by each for itself, while others may be anywhere in theirs. Files from before
-    that was measured: as long as the processor's time of all.
+    that was measured, where ranks share cores: as long as the processor's time of all.
     """
     ranks = run["settings"]["nodes"] * run["settings"]["nproc"]
     ideal = next(cell for cell in run["cells"] if cell["contestant"] == IDEAL)
@@ -160,9 +160,8 @@ def calibrate(run: dict[str, Any], speeds: Speeds) -> Constants:
         fits += [("exact_start_s", "gloo", min(sizes), 1e-2), ("start_s", "cgx", min(sizes), 1e-2)]
 
     def excess_s(constants: Constants, backend: str, nbytes: int) -> float:
-        rows = zip(run["cells"], allreduce_rows(run, "", constants), strict=True)
-        (row,) = (row for cell, row in rows if (cell["backend"], cell["nbytes"]) == (backend, nbytes))
-        _, found, measured = row
+        cells = [cell for cell in run["cells"] if (cell["backend"], cell["nbytes"]) == (backend, nbytes)]
+        ((_, found, measured),) = allreduce_rows({**run, "cells": cells}, "", constants)
         return found - measured
 
     constants = Constants(speeds, 0.0, 0.0)
@@ -180,7 +179,7 @@ def calibrate(run: dict[str, Any], speeds: Speeds) -> Constants:
 
 def machine_of(path: Path) -> Path:
     """The folder of the machine that the file is of; whatever has none of its own is of `make bench`."""
-    return XEON if path.resolve().parent == XEON else RESULTS
+    return XEON if XEON in path.resolve().parents else RESULTS
 
 
 def constants_of(machine: Path) -> Constants:
@@ -247,9 +246,8 @@ def measured_tables(paths: Sequence[Path]) -> str:
     rows = [row for path in paths for row in rows_of(path, machines)]
     told = [
         f"Calibrated on `{_name(CALIBRATIONS[machine][0])}`: a byte costs a processor "
-        f"{constants.byte_s * 1e9:.2f} ns at each end, and a message of ours {constants.message_s * 1e6:.0f} us; "
-        f"an operation begins after {constants.start_s * 1e6:.0f} us, one of Gloo's after "
-        f"{constants.exact_start_s * 1e6:.0f}."
+        f"{constants.byte_s * 1e9:.2f} ns at each end, and a message of ours {constants.message_s * 1e6:.0f} us"
+        f"{_starts(constants)}."
         for machine, constants in machines.items()
     ]
     judged = [row for row in rows if not row.unjudged]
@@ -272,6 +270,12 @@ def measured_tables(paths: Sequence[Path]) -> str:
     return "\n".join([*told, "", _summary(judged), "", *every])
 
 
+def _starts(constants: Constants) -> str:
+    """Where they were fitted."""
+    ours, exact = constants.start_s, constants.exact_start_s
+    return f"; an operation begins after {ours * 1e6:.0f} us, one of Gloo's after {exact * 1e6:.0f}" if exact else ""
+
+
 def _summary(judged: Sequence[Row]) -> str:
     """How many of each kind are within their goal, and how far off."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
@@ -292,7 +296,7 @@ def _summary(judged: Sequence[Row]) -> str:
 
 def _name(path: Path) -> str:
     """As it is found in benchmarks/results: files of the first machine by their names alone."""
-    return f"{path.parent.name}/{path.name}" if machine_of(path) == XEON else path.name
+    return str(path.resolve().relative_to(RESULTS)) if machine_of(path) == XEON else path.name
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def test_between_nodes_the_links_count_what_is_sent(make_hosts: Callable[..., Ho
     done = bench("--nodes", "3", "--rate", "1gbit", "--against", "gloo", "--json", str(output))
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
+    assert result["link"]["node_cores"] == (result["machine"]["cores"] // 3 or None)
     for cell in result["cells"][1:]:
         assert 1.0 <= cell["link_nbytes"] / cell["sent_nbytes"] < 1.1
 

@@ -133,11 +133,13 @@ def test_after_a_signal_to_their_maker_nothing_is_left(how: signal.Signals, make
         assert witness.holders() == []
 
 
-@pytest.mark.parametrize(("tool", "package"), [("tc", "iproute2"), ("nsenter", "util-linux")])
+@pytest.mark.parametrize(
+    ("tool", "package"), [("tc", "iproute2"), ("nsenter", "util-linux"), ("taskset", "util-linux")]
+)
 def test_a_missing_command_is_named_with_its_package(
     tool: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for other in {"ip", "tc", "nsenter", "setpriv"} - {tool}:
+    for other in {"ip", "tc", "nsenter", "setpriv", "taskset"} - {tool}:
         (tmp_path / other).symlink_to("/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HostsUnavailable, match=rf"command {tool} .*apt-get install {package}"), Hosts(2):

@@ -297,12 +297,12 @@ def test_validation_predicts_the_contestants_of_a_training_that_plan_knows(tmp_p
     assert gloo > 0.1 + 0.02 + 0.21 + 0.03
 
     run["settings"]["nodes"] = 4  # on two cores, each step takes twice the processor's time
-    crowded = module.in_step(module.input_of_run(run).workload, run)
-    assert crowded.ideal_s == pytest.approx(0.6)
+    longer = module.in_step(module.input_of_run(run).workload, run)
+    assert longer.ideal_s == pytest.approx(0.6)
     run["cells"][0]["in_step_s"] = 0.7  # measured, all ranks in step
-    crowded = module.in_step(module.input_of_run(run).workload, run)
-    assert crowded.ideal_s == pytest.approx(0.7)
-    assert crowded.buckets[-1].ready_s / crowded.backward_s == pytest.approx(1.0)
+    longer = module.in_step(module.input_of_run(run).workload, run)
+    assert longer.ideal_s == pytest.approx(0.7)
+    assert longer.buckets[-1].ready_s / longer.backward_s == pytest.approx(1.0)
 
 
 def test_grad_buckets_are_ready_when_backward_ends_even_if_a_slow_step_was_noted(tmp_path: Path) -> None:

@@ -195,7 +195,11 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("wire", [Wire(1e9), MIXED.between, Wire(1e11, 1e-4, 1e-5)], ids=["slow", "mixed", "far"])
+@pytest.mark.parametrize(
+    "wire",
+    [Wire(1e9), MIXED.between, Wire(1e11, 1e-4, 1e-5), Wire(1e12, 0.0, 1e-3)],
+    ids=["slow", "mixed", "far", "costly messages"],
+)
 @pytest.mark.parametrize("cluster", LARGE, ids=str)
 def test_a_node_that_stands_for_several_changes_little(cluster: Cluster, wire: Wire) -> None:
     size = size_of(layout_of(Topology.flat("SRA", 2), 1 << 15, MaxMin(4, 1024)).slices[0], 0)

@@ -31,7 +31,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=registry.whole_number(2, hosts.MAX_NODES),
         metavar="N",
-        help="run on so many hosts, made of network namespaces for the time; needs root and iproute2",
+        help="run on so many hosts, made of network namespaces for the time; needs root, iproute2 and util-linux",
     )
     add("--rate", type=registry.rate, metavar="RATE", help="of each node's link, as in 100mbit, 1gbit (unlimited)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are; cuda: a GPU each process (cpu)")
@@ -88,7 +88,12 @@ def run_there(
             if nodes:
                 progress.update(0.0, "measuring the link")
                 there, back = measure_goodput(nodes[0], nodes[1], goodput_s)
-                link = {"nodes": len(nodes), "rate": options.rate, "goodput_bit_per_s": [there, back]}
+                link = {
+                    "nodes": len(nodes),
+                    "node_cores": len(nodes[0].cores) or None,
+                    "rate": options.rate,
+                    "goodput_bit_per_s": [there, back],
+                }
             progress.update(0.0, "starting")
             of_ranks = run_ranks(
                 target,

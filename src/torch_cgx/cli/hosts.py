@@ -155,7 +155,7 @@ class Hosts:
             switch = self._new_namespace()
             self.nodes = tuple(
                 Node(index, self._new_namespace(), switch, cores)
-                for index, cores in enumerate(share_cores(sorted(os.sched_getaffinity(0)), self._count))
+                for index, cores in enumerate(share_cores(sorted(os.sched_getaffinity(0), key=_place), self._count))
             )
             self._wire(switch)
             if self.rate is not None:
@@ -234,9 +234,21 @@ class Hosts:
 
 
 def share_cores(cores: Sequence[int], nodes: int) -> list[tuple[int, ...]]:
-    """As many for each node, none for two; with fewer cores than nodes, none for anyone."""
+    """The same number for each node, no core for two of them; with fewer cores than nodes, none for any."""
     each = len(cores) // nodes
     return [tuple(cores[each * index : each * (index + 1)]) for index in range(nodes)]
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """So that the threads of one processor core come one after the other, and cores of one socket do."""
+
+    def read(name: str) -> int:
+        try:
+            return int(Path(f"/sys/devices/system/cpu/cpu{core}/topology/{name}").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    return read("physical_package_id"), read("core_id"), core
 
 
 def _address(index: int) -> str:

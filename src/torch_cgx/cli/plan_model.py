@@ -182,7 +182,7 @@ class Plan:
         site = self.site
         if way is None:
             cluster = Cluster(nodes, site.ranks, "RING", flat=True)
-            costs = self._exact_costs()
+            costs = self._exact_costs(nodes)
         else:
             cluster = Cluster(nodes, site.ranks, way.algorithm, shares=1 if way.broadcast else site.ranks)
             costs = self._costs(nodes, way)
@@ -205,11 +205,12 @@ class Plan:
         cast_s = 2 * numel * _ITEMSIZE / site.speeds.copy  # to float16 before, and back after
         return replace(timing, seconds=timing.seconds + cast_s, kernel_s=timing.kernel_s + cast_s)
 
-    def _exact_costs(self) -> Costs:
+    def _exact_costs(self, nodes: int) -> Costs:
         """What is exact is sent from where it lies, and received there: nothing is copied."""
         site = self.site
         speeds = replace(site.speeds, copy=float("inf"))
-        return Costs(site.exact_within, site.exact_between, speeds, site.cores, site.exact_start_s)
+        start_s = site.exact_start_s if nodes > 1 else 0.0
+        return Costs(site.exact_within, site.exact_between, speeds, site.cores, start_s)
 
     def _costs(self, nodes: int, way: Way) -> Costs:
         """Between nodes, CPU tensors have SHM within a node only in name: it is the loopback of what goes between."""

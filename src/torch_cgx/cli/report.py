@@ -15,6 +15,7 @@ One schema for every benchmark; fields are only ever added within a version:
                     omp_num_threads
     link            null on one host; with --nodes:
         nodes, rate         rate as given, null for no limit
+        node_cores          that each node has for itself, null where all share all; absent in older files
         goodput_bit_per_s   of plain TCP from node 0 to 1 and from 1 to 0, at the same time, before the benchmark
     cells           one per size and backend:
         nbytes, numel       of the tensor on each rank

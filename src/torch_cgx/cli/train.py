@@ -142,8 +142,8 @@ class Trainer:
     def turn_in_step(self, contestant: Contestant) -> None:
         """The same, each step ended by all ranks together, as a training has it.
 
-        That takes longer than steps that each ends for itself, most of all with fewer cores than ranks: whoever got
-        less of a processor this time holds up the others. Whoever predicts steps of a training has to know it.
+        That usually takes longer than steps that each ends for itself, most of all with fewer cores than ranks:
+        whoever got less of a processor this time holds up the others. The barrier's own time is in it.
         """
         self.step(contestant)
         dist.barrier()

@@ -4,7 +4,7 @@ The head is that of every benchmark (report.py), with kind "train"; then:
 
     settings    nproc (on each node), nodes, model, contestants, batch (a rank and step), rounds, steps (timed, a
                 round), bucket_size (of cgx), bucket_mb (of DDP, null: its default), data (a file's name), device,
-                omp_num_threads
+                omp_num_threads; in some older files crowded (more ranks than cores)
     model       name, parameters, layers: [name, values, dimensions] each
     phases      forward_s, backward_s, optimizer_s: medians of the ideal contestant (of all its steps, those in step
                 too), of the slowest rank

@@ -14,7 +14,7 @@ slices overlap as `schedule` says, and with `rounds` a rank sends what it has on
 4. A message costs the processor some time at each end: a fixed one, before its bytes leave and after they are there,
    and one a byte, while they pass. Where a rank has a second core, that costs the other core. Where it has less than
    one, values and bytes take longer; the fixed time, which is mostly waking up, does not.
-5. An operation begins with a fixed time on every rank: until the thread that runs it is awake, here and on the peer.
+5. An operation begins with a fixed time on every rank.
 
 `simulate` runs every rank. Groups of a thousand ranks: `simulate_classes`.
 """
@@ -252,12 +252,12 @@ def play(
 
 
 class _Passing(NamedTuple):
-    """What a message takes."""
+    """What a message takes. Where it stands for several that do not wait for each other, one fixed time is seen."""
 
     link_s: float
     latency_s: float
     fixed_s: float  # of a processor, at each end
-    bytes_s: float  # the same, while its bytes pass
+    beside_s: float  # the same, while its bytes pass
 
 
 # A message on its way: its number, what it takes, whether it comes from another node, and when its end can be there at
@@ -284,8 +284,8 @@ class _Play:
                 _Passing(
                     nbytes / wire.bytes_per_s,
                     wire.latency_s * (messages if serial else 1.0),
-                    messages * wire.message_s,
-                    nbytes * wire.byte_s * slower,
+                    wire.message_s * (messages if serial else 1.0),
+                    wire.message_s * (0.0 if serial else messages - 1.0) + nbytes * wire.byte_s * slower,
                 )
                 for nbytes, messages in lengths
             ]
@@ -356,7 +356,7 @@ class _Play:
                 if self.apart:
                     clock = max(clock, there)
                 else:
-                    clock = max(there, max(clock, begins) + passing.bytes_s) + passing.fixed_s
+                    clock = max(there, max(clock, begins) + passing.beside_s) + passing.fixed_s
             else:
                 if clock > now:
                     self._push(clock, place)
@@ -371,13 +371,13 @@ class _Play:
         nbytes = self.nbytes[length]
         passing = self.passing[apart][length]
         begins = (max(clock, self.carrier_out[place]) if self.apart else clock) + passing.fixed_s
-        ends = self.carrier_out[place] = begins + passing.bytes_s
+        ends = self.carrier_out[place] = begins + passing.beside_s
         link = self.port[place] if apart else place
         starts = max(begins, self.leaves[link])
         self.leaves[link] = starts + passing.link_s
         there = max(starts + passing.link_s, ends) + passing.latency_s
         self._push(starts + passing.latency_s, self.index[peer], (message, passing, apart, there))
-        self.transport[place] += passing.fixed_s + passing.bytes_s
+        self.transport[place] += passing.fixed_s + passing.beside_s
         self.sent[place] += nbytes
         if apart:
             self.link[link] += nbytes
@@ -390,9 +390,9 @@ class _Play:
         self.enters[link] = begins + passing.link_s
         there = max(begins + passing.link_s, there)
         if self.apart:
-            there = max(there, max(self.carrier_in[place], begins) + passing.bytes_s) + passing.fixed_s
-            self.carrier_in[place] = max(self.carrier_in[place], begins) + passing.bytes_s + passing.fixed_s
-        self.transport[place] += passing.fixed_s + passing.bytes_s
+            there = max(there, max(self.carrier_in[place], begins) + passing.beside_s) + passing.fixed_s
+            self.carrier_in[place] = max(self.carrier_in[place], begins) + passing.beside_s + passing.fixed_s
+        self.transport[place] += passing.fixed_s + passing.beside_s
         self.arrived[message] = (begins, there, passing)
         if message in self.waiting:
             place = self.waiting.pop(message)
