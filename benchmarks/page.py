@@ -134,18 +134,19 @@ def other_runs(first: Run) -> Iterator[str]:
     found = sorted(RESULTS.glob("speedup-again-*.json"))
     if not found:
         return
-    runs = [first, *(json.loads(path.read_text()) for path in found)]
+    runs = {"above": first} | {path.stem.removeprefix("speedup-"): json.loads(path.read_text()) for path in found}
+    names = [cell["contestant"] for cell in first["cells"] if cell["contestant"] != IDEAL]
     rows = [
-        ["processor", *(short_cpu(run["machine"]["cpu"]) for run in runs)],
-        ["batch", *(str(run["settings"]["batch"]) for run in runs)],
-        ["ideal step", *(format_seconds(cell_of(run, IDEAL)["median_s"]) for run in runs)],
+        [
+            f"{title}: {short_cpu(run['machine']['cpu'])}, {run['settings']['batch']}",
+            format_seconds(cell_of(run, IDEAL)["median_s"]),
+            *(percent(cell_of(run, name)) for name in names),
+        ]
+        for title, run in runs.items()
     ]
-    for name in (cell["contestant"] for cell in first["cells"] if cell["contestant"] != IDEAL):
-        rows.append([names_of(name), *(percent(cell_of(run, name)) for run in runs)])
-    header = ["run", "above", *(path.stem.removeprefix("speedup-") for path in found)]
     yield "Share of ideal in every run that was kept; the batch decides how long a step is:"
     yield ""
-    yield format_markdown(header, rows)
+    yield format_markdown(["run: processor, batch", "ideal step", *map(names_of, names)], rows)
     yield ""
 
 
