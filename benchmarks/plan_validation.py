@@ -384,7 +384,9 @@ def main() -> None:
     parser.add_argument("--doc", type=Path, help="write the tables into this file, between its markers")
     options = parser.parse_args()
     files = options.files or [
-        path for pattern in ("nodes-*.json", "train/*.json", "xeon/*-*.json") for path in sorted(RESULTS.glob(pattern))
+        path
+        for pattern in ("nodes-*.json", "train/*.json", "xeon/**/*-*.json")
+        for path in sorted(RESULTS.glob(pattern))
     ]
     tables = {MEASURED: measured_tables(files), PUBLISHED: published_table()}
     for (begin, end), table in tables.items():

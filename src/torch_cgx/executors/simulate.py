@@ -390,8 +390,9 @@ class _Play:
         self.enters[link] = begins + passing.link_s
         there = max(begins + passing.link_s, there)
         if self.apart:
-            there = max(there, max(self.carrier_in[place], begins) + passing.beside_s) + passing.fixed_s
-            self.carrier_in[place] = max(self.carrier_in[place], begins) + passing.beside_s + passing.fixed_s
+            handled = max(self.carrier_in[place], begins) + passing.beside_s
+            self.carrier_in[place] = handled + passing.fixed_s
+            there = max(there, handled) + passing.fixed_s
         self.transport[place] += passing.fixed_s + passing.beside_s
         self.arrived[message] = (begins, there, passing)
         if message in self.waiting:

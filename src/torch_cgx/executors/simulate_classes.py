@@ -10,8 +10,8 @@ Beyond `most` nodes that is not the whole program any more: it is made for `most
 several. What concerns the chunks of other nodes, or goes to other nodes, counts that many times: values, bytes and
 messages, so that their sums over a program are those of the large group. In a ring, where message waits for message,
 latencies and messages' fixed times count that many times as well; in SRA, where they do not wait for each other, once
-(the other fixed times keep the processor busy while bytes pass). What is lost is the
-overlap between those that are lumped together. Tests compare both shortcuts with all ranks, and with more nodes.
+(the other fixed times keep the processor busy while bytes pass). What is lost is the overlap between those that are
+lumped together. Tests compare both shortcuts with all ranks, and with more nodes.
 """
 
 from __future__ import annotations
