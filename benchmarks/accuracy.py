@@ -24,13 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from markers import write_between
+from results import newest_or_new, write_json
 
 HERE = Path(__file__).resolve().parent
 WORLD = 2
@@ -135,13 +136,14 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data", metavar="DIR")
     parser.add_argument("--seeds", type=int, default=5, help=f"how many, 2 to {len(STUDENT) + 1}")
     parser.add_argument("--only", choices=TASKS, action="append", help="one task; may be given several times")
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "accuracy.json")
+    parser.add_argument("--json", type=Path, help="the file of runs (the newest in benchmarks/results)")
     parser.add_argument("--stored", action="store_true", help="run nothing: leave out what the JSON file has not whole")
     parser.add_argument("--doc", type=Path, help="write the table into this file, between its markers")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the differences; needs matplotlib")
     options = parser.parse_args()
     if not 2 <= options.seeds <= len(STUDENT) + 1:
         parser.error(f"--seeds {options.seeds}: expected 2 to {len(STUDENT) + 1}")
+    options.json = options.json or newest_or_new("accuracy.json")
     tasks = {name: task for name, task in TASKS.items() if name in (options.only or TASKS)}
     runs: Runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else {}
     if options.stored:
@@ -166,7 +168,7 @@ def main() -> int:
         done = f"{task}, {setting}, seed {seed}: {figure:.4f} in {result['total_s']:.0f} s"
         print(f"{number} of {len(missing)}: {done}", file=sys.stderr, flush=True)
         runs[key(task, setting, seed)] = result
-        store(runs, options.json)
+        write_json(options.json, {"world": WORLD, "runs": runs})
     text = f"{table(runs, tasks, options.seeds)}\n\n{verdicts(runs, tasks, options.seeds)}"
     print(text)
     if options.doc:
@@ -202,41 +204,42 @@ def stored(runs: Runs, tasks: dict[str, Task], seeds: int) -> dict[str, Task]:
 
 
 def run(task: str, setting: str, seed: int, data: Path) -> dict[str, Any]:
-    """One training under torchrun; what rank 0 reports, with the losses thinned out."""
+    """Train once, and return what rank 0 reports with the losses thinned out."""
     arguments = arguments_of(task, setting, seed)
-    # Only the hook decides what is compressed.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("CGX_")} | {
-        "OMP_NUM_THREADS": "1"
-    }
     start = time.perf_counter()
+    result = train(TASKS[task].script, ["--data", str(TASKS[task].path(data)), *arguments], WORLD)
+    total_s = round(time.perf_counter() - start, 1)
+    losses = of_tenths(result.pop("losses"))
+    return {"arguments": arguments, "total_s": total_s, "losses_of_tenths": losses, **result}
+
+
+def train(script: str, arguments: list[str], world: int, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run an example under torchrun, and return what its rank 0 reports except the settings.
+
+    Only the arguments decide what is compressed: CGX_* variables of this process are not passed on.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("CGX_")}
+    environ |= {"OMP_NUM_THREADS": "1", **(variables or {})}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-        command += [str(HERE.parent / "examples" / TASKS[task].script), "--data", str(TASKS[task].path(data))]
-        command += ["--json", str(output), *arguments]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        command += [str(HERE.parent / "examples" / script), "--json", str(output), *arguments]
         finished = subprocess.run(
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
         )
         if finished.returncode:
             raise RuntimeError(
-                f"{key(task, setting, seed)} failed with exit code {finished.returncode}:\n{finished.stdout}"
+                f"{script} {' '.join(arguments)} failed with exit code {finished.returncode}:\n{finished.stdout}"
             )
-        result = json.loads(output.read_text())
-    losses = result.pop("losses")
+        result: dict[str, Any] = json.loads(output.read_text())
+    result.pop("settings", None)
+    return result
+
+
+def of_tenths(losses: Sequence[float]) -> list[float]:
+    """Return the mean loss of each tenth of a training run."""
     tenth = math.ceil(len(losses) / 10)
-    return {
-        "arguments": arguments,
-        "total_s": round(time.perf_counter() - start, 1),
-        "losses_of_tenths": [round(mean(losses[begin : begin + tenth]), 4) for begin in range(0, len(losses), tenth)],
-        **{name: value for name, value in result.items() if name != "settings"},
-    }
-
-
-def store(runs: Runs, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"world": WORLD, "runs": runs}, indent=1) + "\n")
-    unfinished.replace(path)
+    return [round(mean(losses[begin : begin + tenth]), 4) for begin in range(0, len(losses), tenth)]
 
 
 def figures(runs: Runs, task: str, setting: str, seeds: int) -> list[float]:

@@ -32,15 +32,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from results import write_json
 from torch_cgx.adaptive import POLICIES, AdaptiveBits, Budget, Candidate, LayerStats
 from torch_cgx.adaptive.decision import limited
 from torch_cgx.adaptive.layers import total_error, total_nbytes
 from torch_cgx.adaptive.policies import Policy
 from torch_cgx.config import Compression
-from torch_cgx.hooks.buckets import KnownLayer
-from torch_cgx.hooks.choices import Choices
-from torch_cgx.hooks.samples import Samples
-from torch_cgx.kernels.cpu import default_kernels
+from torch_cgx.ddp.buckets import KnownLayer
+from torch_cgx.ddp.samples import Samples
+from torch_cgx.kernels.native import default_kernels
+from torch_cgx.layer_rules import Choices
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples"))
@@ -404,7 +405,7 @@ def main() -> int:
     for told, met in goals(judged, times):
         print(f"goal: {told}: {'met' if met else 'NOT met'}")
     if options.json:
-        options.json.write_text(json.dumps({"choices": judged, "processor_ms": times, "layers": LAYERS}) + "\n")
+        write_json(options.json, {"choices": judged, "processor_ms": times, "layers": LAYERS})
     return 0
 
 

@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 from hook import BITS, BUCKET_SIZE, MODELS, WORLD
+from results import write_json
 
 PLAIN, CHOOSES, SAME = "4 bits", "chooses", "chooses 4 bits"
 GOAL = 0.01
@@ -163,7 +164,7 @@ def main() -> int:
     for name, found in results.items():
         show(name, found)
     if options.json:
-        options.json.write_text(json.dumps({"bits": BITS, "bucket_size": BUCKET_SIZE, "models": results}) + "\n")
+        write_json(options.json, {"bits": BITS, "bucket_size": BUCKET_SIZE, "models": results})
     return 0
 
 

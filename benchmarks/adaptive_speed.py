@@ -14,7 +14,6 @@ Needs root for the test hosts; `--only host` does without.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -24,6 +23,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from results import write_json
 
 HERE = Path(__file__).resolve().parent
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 6, 384, 6, 64, 65
@@ -191,7 +192,7 @@ def main() -> int:
         results[place] = measure(place, options)
         show(place, options.rate, results[place])
     if options.json:
-        options.json.write_text(json.dumps({"rate": options.rate, "places": results}) + "\n")
+        write_json(options.json, {"rate": options.rate, "places": results})
     return 0
 
 

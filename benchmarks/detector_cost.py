@@ -1,6 +1,6 @@
 """What the desynchronisation detector costs an operation.
 
-    python benchmarks/detector_cost.py --json benchmarks/results/detector-cost.json --doc docs/reliability.md
+    python benchmarks/detector_cost.py --json FILE --doc docs/reliability.md
 
 Two ranks reduce 1 KB exactly, again and again, in turns with and without the detector, on the same group:
 
@@ -15,7 +15,6 @@ Medians over rounds, and the quartiles of the differences.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -30,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from markers import write_between
+from results import write_json
 
 NUMEL = 256  # 1 KB
 ROUNDS, TURN = 40, 100
@@ -48,7 +48,7 @@ def main() -> int:
         mp.spawn(rank_main, (where, store.port, queue), 2)
         found[where] = queue.get()
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(arguments.json, found)
     text = report(found)
     if arguments.doc:
         write_between(arguments.doc, BEGIN, END, text)
@@ -111,7 +111,7 @@ def over_messages() -> dict[str, float]:
 
 
 def prepared_call() -> Any:
-    from torch_cgx.calls import collective_call
+    from torch_cgx.group.calls import collective_call
 
     return collective_call("all_reduce", torch.float32, (NUMEL,), reduction="SUM", bits=32)
 

@@ -19,22 +19,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from accuracy import STUDENT, Task, interval, verdict
+from accuracy import STUDENT, Task, interval, of_tenths, train, verdict
 from markers import write_between
+from results import newest_or_new, write_json
 
 HERE = Path(__file__).resolve().parent
 WORLDS = (2, 4)
-LIMIT_S = 1800  # of one run
 EXACT, COMPRESSED = "exact", "weights 8, gradients 4 bits"
 SETTINGS = {
     EXACT: ["--weight-bits", "32", "--grad-bits", "32"],
@@ -67,12 +63,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help=f"how many, 2 to {len(STUDENT) + 1} (5)")
     parser.add_argument("--ranks", type=int, choices=WORLDS, action="append", help="only so many; may be given twice")
     parser.add_argument("--steps", type=int, default=500, help="of a run (500)")
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "fsdp-accuracy.json")
+    parser.add_argument("--json", type=Path, help="the file of runs (the newest in benchmarks/results)")
     parser.add_argument("--stored", action="store_true", help="run nothing: tell of the seeds that the JSON file has")
     parser.add_argument("--doc", type=Path, help="write the table into this file, between its markers")
     options = parser.parse_args()
     if not 2 <= options.seeds <= len(STUDENT) + 1:
         parser.error(f"--seeds {options.seeds}: expected 2 to {len(STUDENT) + 1}")
+    options.json = options.json or newest_or_new("fsdp-accuracy.json")
     runs: Runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else {}
     worlds = tuple(options.ranks or WORLDS)
     seeds = options.seeds
@@ -90,7 +87,7 @@ def main() -> int:
         done = f"{key(world, setting, seed)}: {result[TASK.figure]:.4f} in {result['total_s']:.0f} s"
         print(f"{number} of {len(missing)}: {done}", file=sys.stderr, flush=True)
         runs[key(world, setting, seed)] = result
-        store(runs, options.json)
+        write_json(options.json, {"runs": runs})
     text = f"{table(runs, worlds, seeds)}\n\n{verdicts(runs, worlds, seeds)}"
     print(text)
     if options.doc:
@@ -125,33 +122,19 @@ def whole_seeds(runs: Runs, worlds: tuple[int, ...], seeds: int, steps: int) -> 
 
 
 def run(world: int, setting: str, seed: int, steps: int, data: Path) -> dict[str, Any]:
-    """One training under torchrun; what rank 0 reports, with the losses thinned out."""
+    """Train once, and return what rank 0 reports with the losses thinned out."""
     arguments = arguments_of(world, setting, seed, steps)
-    # Only the arguments decide what is compressed.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("CGX_")}
-    environ |= {"OMP_NUM_THREADS": "1", **KEEP_MEMORY}
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        command += [str(HERE.parent / "examples" / TASK.script), "--data", str(data), "--json", str(output), *arguments]
-        finished = subprocess.run(
-            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
-        )
-        if finished.returncode:
-            raise RuntimeError(
-                f"{key(world, setting, seed)} failed with exit code {finished.returncode}:\n{finished.stdout}"
-            )
-        result = json.loads(output.read_text())
+    result = train(TASK.script, ["--data", str(data), *arguments], world, KEEP_MEMORY)
+    total_s = round(time.perf_counter() - start, 1)
     check(result, setting, steps)
     losses = result.pop("losses")
-    tenth = math.ceil(len(losses) / 10)
     return {
         "arguments": arguments,
-        "total_s": round(time.perf_counter() - start, 1),
+        "total_s": total_s,
         "first_loss": losses[0],
-        "losses_of_tenths": [round(mean(losses[begin : begin + tenth]), 4) for begin in range(0, len(losses), tenth)],
-        **{name: value for name, value in result.items() if name != "settings"},
+        "losses_of_tenths": of_tenths(losses),
+        **result,
     }
 
 
@@ -165,13 +148,6 @@ def check(result: dict[str, Any], setting: str, steps: int) -> None:
     compressed = result["stats"].get("compressed_operations", 0)
     if (compressed > 0) != (setting == COMPRESSED):
         raise RuntimeError(f"{setting}: got {compressed:.0f} compressed collectives")
-
-
-def store(runs: Runs, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
-    unfinished.replace(path)
 
 
 def figures(runs: Runs, world: int, setting: str, seeds: int, figure: str = TASK.figure) -> list[float]:

@@ -15,7 +15,6 @@ Asked for: the peak of compressed training at most 5 % above that of exact FSDP2
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from memory import status_nbytes
+from results import folder, write_json
 
 HERE = Path(__file__).resolve().parent
 SIZES = {
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--contestant", choices=CONTESTANTS, action="append", help="only these, and gloo")
     parser.add_argument("--steps", type=int, default=6, help="of a run (6)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each (3)")
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "fsdp-memory.json")
+    parser.add_argument("--json", type=Path, help="write the raw figures there (benchmarks/results, today)")
     options = parser.parse_args()
     names = [name for name in CONTESTANTS if name == BASE or name in (options.contestant or CONTESTANTS)]
     # Ranks are started as modules.
@@ -177,7 +177,7 @@ def main() -> int:
         "settings": {"sizes": SIZES, "steps": options.steps, "repeats": options.repeats, "bucket_size": BUCKET_SIZE},
         "sizes": sizes,
     }
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json or folder() / "fsdp-memory.json", result)
     return 0
 
 

@@ -21,7 +21,6 @@ communication is three quarters of the exact step; `--batch` sets how much compu
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -32,6 +31,7 @@ from statistics import median
 from typing import Any
 
 from adaptive_speed import relative
+from results import folder, write_json
 
 HERE = Path(__file__).resolve().parent
 CONTESTANTS = ("ideal", "gloo", "cgx exact", "cgx 8/4")
@@ -179,8 +179,8 @@ def verdicts(cells: Mapping[str, Any]) -> list[str]:
 
 
 def show(result: Mapping[str, Any]) -> str:
-    from torch_cgx.cli.bench_places import format_link
-    from torch_cgx.cli.report import caution
+    from torch_cgx.cli.bench.places import format_link
+    from torch_cgx.cli.bench.report import caution
 
     settings, size = result["settings"], result["settings"]["size"]
     return "\n".join(
@@ -199,7 +199,7 @@ def show(result: Mapping[str, Any]) -> str:
 
 def main() -> int:
     from torch_cgx.cli import machine
-    from torch_cgx.cli.bench_places import run_there
+    from torch_cgx.cli.bench.places import run_there
     from torch_cgx.cli.registry import CommandFailed
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument(
         "--only-exact", action="store_true", help="leave out the compressed contestant, to choose --batch"
     )
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "fsdp-speed.json")
+    parser.add_argument("--json", type=Path, help="write the raw figures there (benchmarks/results, today)")
     options = parser.parse_args()
     options.nodes = 2
     names = ("layers", "width", "heads", "context", "batch")
@@ -250,7 +250,7 @@ def main() -> int:
         print(table(result))
         return 0
     print(show(result))
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json or folder() / "fsdp-speed.json", result)
     return 0
 
 

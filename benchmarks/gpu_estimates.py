@@ -7,7 +7,7 @@ slower than that, never faster.
     python benchmarks/gpu_estimates.py                      # the table of docs/gpu.md
     python benchmarks/gpu_estimates.py --json --targets sm_90,gfx942 --bits 3 --dtypes bfloat16
 
-`tests/unit/test_triton_compiled.py` holds the compiled code to what `--json` prints of it.
+`tests/kernels/triton/test_compiled.py` holds the compiled code to what `--json` prints of it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from torch_cgx.codecs import MaxMin
 from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.triton import OPTIONS, TritonKernels
-from torch_cgx.quantizers import MaxMin
 
 NUMEL = 1 << 14  # of the layer that is compiled for; its code does not depend on it
 LARGE_NUMEL = 1 << 24  # that the times are for: 64 MB of float32

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results import write_json
+
 BITS, BUCKET_SIZE, WORLD, WARM_UP = 4, 1024, 2, 10
 KINDS = ("no hook", "hook")
 
@@ -102,7 +104,7 @@ def main() -> int:
         medians = ", ".join(f"{kind} {median(times[kind]) * 1e3:.2f} ms" for kind in KINDS)
         print(f"{name}: {medians}; the hook's step takes {(ratio - 1) * 100:+.1f} %")
     if options.json:
-        options.json.write_text(json.dumps({"bits": BITS, "bucket_size": BUCKET_SIZE, "seconds": results}))
+        write_json(options.json, {"bits": BITS, "bucket_size": BUCKET_SIZE, "seconds": results})
     return 0
 
 

@@ -1,6 +1,6 @@
 """Resident memory over many all_reduces of mixed sizes between two ranks that share no memory: it must not grow.
 
-    python benchmarks/memory.py --operations 10000 --json benchmarks/results/memory.json
+    python benchmarks/memory.py --operations 10000 --json FILE
 
 Prints, as JSON, each rank's resident bytes after a tenth, a half and all of the operations, and the most it ever had.
 Not a test: it takes minutes. Each rank gets a CGX_NODE_ID of its own, so that payloads travel as messages.
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import random
-import socket
 import sys
 import time
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from results import format_json, write_json
+
+HERE = Path(__file__).resolve().parent
 LEAST_NBYTES, MOST_NBYTES = 64, 4 << 20
 WORLD = 2
 BITS = "4"
@@ -36,30 +36,20 @@ def main() -> int:
     if arguments.operations < 10 or arguments.in_flight < 1:
         parser.error("expected at least 10 operations and 1 in flight")
     report = measure(arguments.operations, arguments.in_flight)
-    text = json.dumps(report, indent=2)
-    print(text)
+    print(format_json(report))
     if arguments.json:
-        arguments.json.write_text(text + "\n")
+        write_json(arguments.json, report)
     return 0
 
 
 def measure(operations: int, in_flight: int) -> dict[str, Any]:
-    context = get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from torch_cgx.cli.processes import run_ranks
+
+    # Ranks are started as modules.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     started = time.monotonic()
-    pipes, processes = [], []
-    for rank in range(WORLD):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=run_rank, args=(rank, port, operations, in_flight, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    ranks = [pipe.recv() for pipe in pipes]  # raises EOFError where a rank has failed
-    for process in processes:
-        process.join()
+    arguments = {"operations": operations, "in_flight": in_flight}
+    ranks = run_ranks("memory:run_rank", arguments, WORLD, lambda rank, message: None)
     return {
         "operations": operations,
         "in_flight": in_flight,
@@ -70,20 +60,19 @@ def measure(operations: int, in_flight: int) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, port: int, operations: int, in_flight: int, pipe: Connection) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "CGX_NODE_ID": f"node-{rank}",
-        "CGX_COMPRESSION_QUANTIZATION_BITS": BITS,
-    }
+def run_rank(arguments: Mapping[str, int], report: Any) -> dict[str, Any]:
+    """Make one rank's all_reduces, and note its resident memory meanwhile."""
+    operations, in_flight, rank = arguments["operations"], arguments["in_flight"], int(os.environ["RANK"])
+    os.environ |= {"CGX_NODE_ID": f"node-{rank}", "CGX_COMPRESSION_QUANTIZATION_BITS": BITS}
     import torch
     import torch.distributed as dist
 
     import torch_cgx
+    from torch_cgx.cli.processes import join_world
 
     torch.set_num_threads(1)
-    dist.init_process_group("cgx", rank=rank, world_size=WORLD)
+    join_world(timeout_s=300.0)
+    group = dist.new_group(backend="cgx")
     sizes = random.Random(7)  # the same on all ranks
     marks = {max(1, operations // 10), operations // 2, operations}
     resident_nbytes: dict[int, int] = {}
@@ -93,7 +82,7 @@ def run_rank(rank: int, port: int, operations: int, in_flight: int, pipe: Connec
         # Small and large ones alike: the logarithm is what is drawn evenly.
         nbytes = math.exp(sizes.uniform(math.log(LEAST_NBYTES), math.log(MOST_NBYTES)))
         x = buffers[len(pending), : int(nbytes) // 4].fill_(float(rank))
-        pending.append((dist.all_reduce(x, async_op=True), x))
+        pending.append((dist.all_reduce(x, group=group, async_op=True), x))
         if len(pending) == in_flight or number in marks:
             for work, reduced in pending:
                 work.wait()
@@ -102,17 +91,15 @@ def run_rank(rank: int, port: int, operations: int, in_flight: int, pipe: Connec
         if number in marks:
             gc.collect()
             resident_nbytes[number] = status_nbytes("VmRSS")
-    figures = torch_cgx.stats()
-    pipe.send(
-        {
-            "rank": rank,
-            "resident_nbytes": resident_nbytes,
-            "most_resident_nbytes": status_nbytes("VmHWM"),
-            "compressed_operations": figures["compressed_operations"],
-            "sent_nbytes": figures["bytes_sent"],
-        }
-    )
+    figures = torch_cgx.stats(group)
     dist.destroy_process_group()
+    return {
+        "rank": rank,
+        "resident_nbytes": resident_nbytes,
+        "most_resident_nbytes": status_nbytes("VmHWM"),
+        "compressed_operations": figures["compressed_operations"],
+        "sent_nbytes": figures["bytes_sent"],
+    }
 
 
 def status_nbytes(name: str) -> int:

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from results import write_json
+
 SIZES_MB = (4, 64)
 TRANSPORTS = ("GLOO", "MPI")
 WARM_UP = 3
@@ -65,7 +67,7 @@ def main() -> int:
         gloo, mpi = (median(times[name][size]) * 1e3 for name in TRANSPORTS)
         print(f"{size} MB at {options.rate}: Gloo {gloo:.2f} ms, MPI {mpi:.2f} ms, MPI / Gloo {mpi / gloo:.2f}")
     if options.json:
-        options.json.write_text(json.dumps({"rate": options.rate, "seconds": times}))
+        write_json(options.json, {"rate": options.rate, "seconds": times})
     return 0
 
 

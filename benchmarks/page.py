@@ -2,9 +2,9 @@
 
     python benchmarks/page.py
 
-Reads benchmarks/results/speedup.json (the run of the front page), speedup-again-*.json (the same once more, or with
-another batch or machine) and train/*.json (scaling.py), lets `cgx plan` predict more nodes than were measured, and
-writes docs/speedup.png, docs/scaling-MODEL.png and what stands between the page's markers.
+Reads the newest speedup.json of benchmarks/results (the run of the front page), speedup-again-*.json (the same once
+more, or with another batch or machine) and train-*.json (scaling.py), lets `cgx plan` predict more nodes than were
+measured, and writes docs/speedup.png, docs/scaling-MODEL.png and what stands between the page's markers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from markers import short_cpu, write_between
-from torch_cgx.cli.plan_inputs import input_of_run, link_rate
-from torch_cgx.cli.plan_model import Plan
-from torch_cgx.cli.plan_sites import make_site
+from results import newest, newest_of_each
+from torch_cgx.cli.bench.train_plot import colour_of, draw_train
+from torch_cgx.cli.bench.train_report import IDEAL, names_of
+from torch_cgx.cli.plan.inputs import input_of_run, link_rate
+from torch_cgx.cli.plan.model import Plan
+from torch_cgx.cli.plan.sites import make_site
 from torch_cgx.cli.table import format_markdown, format_nbytes, format_seconds
-from torch_cgx.cli.train_plot import colour_of, draw_train
-from torch_cgx.cli.train_report import IDEAL, names_of
 
 HERE = Path(__file__).resolve().parent
-RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+DOCS = HERE.parent / "docs"
 TITLES = {"gpt": "GPT", "resnet": "ResNet", "vit": "ViT", "mlp": "MLP"}
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 MORE_NODES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -46,7 +47,7 @@ COSTED = ("exact", "fp16", "8 bits", "4 bits", "2 bits")
 
 def load() -> dict[str, dict[tuple[str, int], Run]]:
     models: dict[str, dict[tuple[str, int], Run]] = {}
-    for path in sorted((RESULTS / "train").glob("*.json")):
+    for path in newest_of_each("train-*.json"):
         run = json.loads(path.read_text())
         models.setdefault(run["model"]["name"], {})[run["link"]["rate"], run["link"]["nodes"]] = run
     return models
@@ -131,7 +132,7 @@ def speedup_text(run: Run) -> str:
 
 def other_runs(first: Run) -> Iterator[str]:
     """All runs of this training that were kept, whatever their batch and machine: one alone might be a lucky one."""
-    found = sorted(RESULTS.glob("speedup-again-*.json"))
+    found = newest_of_each("speedup-again-*.json")
     if not found:
         return
     runs = {"above": first} | {path.stem.removeprefix("speedup-"): json.loads(path.read_text()) for path in found}
@@ -156,8 +157,7 @@ def percent(cell: dict[str, Any]) -> str:
 
 def other_buckets() -> Iterator[str]:
     """Shares of the same training with DDP's own grad buckets, where that was measured."""
-    path = RESULTS / "speedup-default-buckets.json"
-    if path.exists():
+    for path in newest_of_each("speedup-default-buckets.json"):
         run = json.loads(path.read_text())
         shares = [
             f"{names_of(cell['contestant'])} {100 * cell['ideal_share']:.0f} %"
@@ -234,13 +234,13 @@ def cost_text(runs: Runs) -> str:
         rows.append([name, RATES[rate], f"{price:.2f}", f"{ideal:.2f}", *costs])
     header = ["node", "link", "price an hour", "ideal", *COSTED]
     parameters = next(iter(runs.values()))["model"]["parameters"] / 1e6
+    run = newest("train-gpt-1gbit-2-nodes.json").relative_to(HERE.parent)
     return "\n\n".join(
         [
             f"Training a GPT of {parameters:.1f} million parameters on {COST_NODES} nodes, as long as takes "
             f"{COST_HOURS:.0f} hours if scaling is ideal, in any currency:",
             format_markdown(header, rows, left=2),
-            f"    cgx plan --from-run benchmarks/results/train/gpt-1gbit-2-nodes.json --gpus 1 --cores 1 "
-            f"--nodes {COST_NODES} --inter 1gbit --price 0.05",
+            f"    cgx plan --from-run {run} --gpus 1 --cores 1 --nodes {COST_NODES} --inter 1gbit --price 0.05",
         ]
     )
 
@@ -274,7 +274,7 @@ def main() -> int:
     parser.add_argument("--doc", type=Path, default=DOCS / "benchmarks.md")
     options = parser.parse_args()
     folder = options.doc.parent
-    speedup = json.loads((RESULTS / "speedup.json").read_text())
+    speedup = json.loads(newest("speedup.json").read_text())
     draw_train(speedup, folder / "speedup.png")
     write(options.doc, "speedup", speedup_text(speedup))
     models = load()

@@ -2,8 +2,8 @@
 
     python benchmarks/plan_validation.py [FILE.json ...] [--doc docs/plan.md]
 
-Without files, all runs between nodes in benchmarks/results and its folders train and xeon. Nothing is fitted to a row
-that is judged. A machine's constants come from the kernels' own benchmark there and from one run (CALIBRATIONS): an
+Without files, the newest runs between nodes in benchmarks/results. Nothing is fitted to a row
+that is judged. A machine's constants come from the kernels' own benchmark there and from one run (calibration_of): an
 allreduce at 10 Gbit/s, where processors and not links are the limit. Two numbers are fitted to its rows of 64 MB: what
 a byte costs a processor at each end, to Gloo's own all_reduce; and what a message costs it, to ours over Gloo. Two more
 to its rows of 64 KB, where it has them: what it takes each of the two to begin. Rates of links are those that were set.
@@ -21,28 +21,25 @@ from statistics import median
 from typing import Any
 
 from markers import short_cpu, write_between
-from torch_cgx.cli.plan_inputs import input_of_run, link_rate, workload_of_numbers
-from torch_cgx.cli.plan_model import EXACT, FP16, Bucket, Plan, Site, Way, Workload
-from torch_cgx.cli.plan_sites import ETHERNET, make_site, read_speeds
+from results import RESULTS, machine_of, newest, newest_of_each
+from torch_cgx.cli.bench.train_report import IDEAL
+from torch_cgx.cli.plan.inputs import input_of_run, link_rate, workload_of_numbers
+from torch_cgx.cli.plan.model import EXACT, FP16, Bucket, Plan, Site, Way, Workload
+from torch_cgx.cli.plan.sites import ETHERNET, make_site, read_speeds
 from torch_cgx.cli.table import format_markdown, format_nbytes, format_seconds
-from torch_cgx.cli.train_report import IDEAL
-from torch_cgx.executors.simulate import Speeds, Wire
+from torch_cgx.plan.simulate import Speeds, Wire
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-XEON = RESULTS / "xeon"
-# The run that a machine's constants are fitted to, and what times its kernels: of `make bench` here, and of another
-# machine's folder.
-CALIBRATIONS = {
-    RESULTS: (RESULTS / "nodes-2x1-10gbit.json", RESULTS / "kernels-best-level.json"),
-    XEON: (XEON / "nodes-2x1-10gbit.json", XEON / "kernels.json"),
-}
+# The run that a machine's constants are fitted to, and what times its kernels.
+CALIBRATIONS = (
+    ("plan-nodes-2x1-10gbit.json", "plan-kernels.json"),  # of plan_runs.py
+    ("nodes-2x1-10gbit.json", "kernels-best-level.json"),  # of `make bench`
+)
 MEASURED = ("<!-- measured: begin (python benchmarks/plan_validation.py) -->", "<!-- measured: end -->")
 PUBLISHED = ("<!-- published: begin (python benchmarks/plan_validation.py) -->", "<!-- published: end -->")
 LATENCY_S = 50e-6  # of a message between two namespaces of one host
 # Their cgx rows were 38 and 41 % off, until messages' fixed times were no longer multiplied where ranks share a core:
 # whoever has changed the model after a look at a row cannot be judged by it.
-SEEN = (RESULTS / "nodes-2x2-1gbit.json", RESULTS / "nodes-2x2-1gbit-no-broadcast.json")
+SEEN = ("2026-11-16-epyc/nodes-2x2-1gbit.json", "2026-11-16-epyc/nodes-2x2-1gbit-no-broadcast.json")
 BUSY = 0.5  # cores at the start: others had the processors, whatever was predicted
 FAST = 10e9  # from this rate on, 30 % off is allowed; below, 15 %
 _WITHOUT_RATE = 100e9
@@ -177,14 +174,22 @@ def calibrate(run: dict[str, Any], speeds: Speeds) -> Constants:
     return constants
 
 
-def machine_of(path: Path) -> Path:
-    """The folder of the machine that the file is of; whatever has none of its own is of `make bench`."""
-    return XEON if XEON in path.resolve().parents else RESULTS
+def calibration_of(machine: str) -> tuple[Path, Path]:
+    """Return the run that this machine's constants are fitted to, and the benchmark of its kernels."""
+    for names in CALIBRATIONS:
+        if all(any(RESULTS.glob(f"*-{machine}/{name}")) for name in names):
+            return newest(names[0], machine), newest(names[1], machine)
+    raise FileNotFoundError(f"{machine}: expected one of {CALIBRATIONS} in {RESULTS}: run benchmarks/plan_runs.py")
 
 
-def constants_of(machine: Path) -> Constants:
-    calibration, kernels = CALIBRATIONS[machine]
-    return calibrate(json.loads(calibration.read_text()), read_speeds(kernels))
+def constants_of(machine: str) -> Constants:
+    """Calibrate a machine, and check that its constants predict the run that they were fitted to."""
+    path, kernels = calibration_of(machine)
+    run = json.loads(path.read_text())
+    constants = calibrate(run, read_speeds(kernels))
+    for what, predicted_s, measured_s in allreduce_rows(run, "", constants):
+        assert math.isclose(predicted_s, measured_s, rel_tol=0.001), (what, predicted_s, measured_s)
+    return constants
 
 
 def load_of(run: Mapping[str, Any]) -> tuple[str, bool]:
@@ -225,27 +230,27 @@ class Row:
         return self.unjudged or ("yes" if self.within else "no")
 
 
-def rows_of(path: Path, machines: dict[Path, Constants]) -> Iterator[Row]:
+def rows_of(path: Path, machines: dict[str, Constants]) -> Iterator[Row]:
     """Of one file; a machine that is met for the first time is calibrated."""
     run = json.loads(path.read_text())
     if not run.get("link") or run["kind"] not in ROWS:
         return
-    settings, rate, machine = run["settings"], run["link"]["rate"], machine_of(path)
+    settings, rate, machine = run["settings"], run["link"]["rate"], machine_of(run["machine"])
     constants = machines[machine] = machines.get(machine) or constants_of(machine)
     goal = 0.30 if link_rate(rate) >= FAST else 0.15
     load, busy = load_of(run)
     for what, predicted_s, measured_s in ROWS[run["kind"]](run, path.stem, constants):
-        seen = path.resolve() == CALIBRATIONS[machine][0] or (path.resolve() in SEEN and "cgx" in what)
+        seen = path.resolve() == calibration_of(machine)[0] or (_name(path) in SEEN and "cgx" in what)
         unjudged = "seen" if seen else "busy" if busy else None
         place = f"{settings['nodes']} x {settings['nproc']}"
         yield Row(run["machine"]["cpu"], place, rate, what, predicted_s, measured_s, goal, unjudged, load, path)
 
 
 def measured_tables(paths: Sequence[Path]) -> str:
-    machines: dict[Path, Constants] = {}
+    machines: dict[str, Constants] = {}
     rows = [row for path in paths for row in rows_of(path, machines)]
     told = [
-        f"Calibrated on `{_name(CALIBRATIONS[machine][0])}`: a byte costs a processor "
+        f"Calibrated on `{_name(calibration_of(machine)[0])}`: a byte costs a processor "
         f"{constants.byte_s * 1e9:.2f} ns at each end, and a message of ours {constants.message_s * 1e6:.0f} us"
         f"{_starts(constants)}."
         for machine, constants in machines.items()
@@ -295,8 +300,8 @@ def _summary(judged: Sequence[Row]) -> str:
 
 
 def _name(path: Path) -> str:
-    """As it is found in benchmarks/results: files of the first machine by their names alone."""
-    return str(path.resolve().relative_to(RESULTS)) if machine_of(path) == XEON else path.name
+    """Return the file's name with the folder of benchmarks/results that it is in."""
+    return f"{path.resolve().parent.name}/{path.name}"
 
 
 @dataclass(frozen=True)
@@ -384,9 +389,7 @@ def main() -> None:
     parser.add_argument("--doc", type=Path, help="write the tables into this file, between its markers")
     options = parser.parse_args()
     files = options.files or [
-        path
-        for pattern in ("nodes-*.json", "train/*.json", "xeon/**/*-*.json")
-        for path in sorted(RESULTS.glob(pattern))
+        path for pattern in ("nodes-*.json", "train-*.json", "plan-*.json") for path in newest_of_each(pattern)
     ]
     tables = {MEASURED: measured_tables(files), PUBLISHED: published_table()}
     for (begin, end), table in tables.items():

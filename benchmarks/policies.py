@@ -1,6 +1,6 @@
 """How long the policies take to allocate bits, and how good they are, on layers made up at random.
 
-    python benchmarks/policies.py --json benchmarks/results/policies.json
+    python benchmarks/policies.py --json FILE
 
 Every layer has 17 candidates: 2 to 8 bits in blocks of 1024, and 2 to 6 bits in blocks of 256 and 128 as well. Prints
 the median time of an allocation (of the processor: other programs do not count), and what the allocation has of the
@@ -11,7 +11,6 @@ left out.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from results import write_json
 from torch_cgx.adaptive.budget import Budget
 from torch_cgx.adaptive.layers import Candidate, LayerStats, total_error, total_nbytes
 from torch_cgx.adaptive.policies import POLICIES
@@ -49,7 +49,7 @@ def main() -> int:
     print(table(rows))
     if arguments.json:
         report = {"candidates": len(WIDTHS), "repeats": arguments.repeats, "policies": rows}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(arguments.json, report)
     return 0
 
 

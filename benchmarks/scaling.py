@@ -10,14 +10,15 @@ communication; what is compared is each step with the ideal one of the same run.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-FOLDER = HERE / "results" / "train"
+from results import newest_or_new, write_json
+
 MODELS = ("gpt", "resnet", "vit", "mlp")
 RATES = ("100mbit", "1gbit", "10gbit")
 NODES = (2, 3, 4)
@@ -37,7 +38,7 @@ class Case:
 
     @property
     def path(self) -> Path:
-        return FOLDER / f"{self.model}-{self.rate}-{self.nodes}-nodes.json"
+        return newest_or_new(f"train-{self.model}-{self.rate}-{self.nodes}-nodes.json")
 
     @property
     def arguments(self) -> list[str]:
@@ -66,11 +67,11 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--nodes", nargs="+", type=int, choices=NODES, default=list(NODES))
     options = parser.parse_args()
-    FOLDER.mkdir(parents=True, exist_ok=True)
     missing = [case for case in cases(options.models, options.rates, options.nodes) if not case.path.exists()]
     for number, case in enumerate(missing, start=1):
         print(f"\n{number} of {len(missing)}: cgx {' '.join(case.arguments)}", flush=True)
         subprocess.run([sys.executable, "-m", "torch_cgx.cli", *case.arguments], check=True, timeout=LIMIT_S)
+        write_json(case.path, json.loads(case.path.read_text()))
     return 0
 
 

@@ -1,6 +1,6 @@
 """A long mixed load on one host, every result checked, and watched for what grows.
 
-    python benchmarks/soak.py --minutes 20 --json benchmarks/results/soak.json
+    python benchmarks/soak.py --minutes 20 --json FILE
 
 Four ranks with several groups of each kind (shared memory, Gloo messages, the hierarchy of two nodes of two; of all
 ranks, of three, of two) draw from one seed, so that all of them make the same calls: operations of 1 byte to 256 MB,
@@ -8,8 +8,8 @@ exact and of 1 to 8 bits, several in flight over groups in random order, some wa
 begun in. Groups are made and destroyed meanwhile.
 
 Exact results must be exact, compressed ones within their bound, and all ranks of a group must have the same bits.
-Resident memory, descriptors and threads of the last quarter must be those of the second, and /dev/shm must end as it
-began. Exit code 1: something was wrong, or grew.
+Resident memory, descriptors and threads of the last quarter must be those of the second, and no segment may be
+left in /dev/shm. Exit code 1: something was wrong, or grew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import math
 import os
 import random
@@ -35,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from results import format_json, write_json
+
 WORLD = 4
 PERIOD = 17  # values repeat after so many: a prime, so that no block or chunk begins like another
 MOST_NBYTES = 256 << 20
@@ -43,6 +44,7 @@ SHAPES = 200
 LARGE_SHARE = 0.01  # of the shapes may be larger than LARGE_NBYTES
 MOST_IN_FLIGHT = 6
 GROUP_TIMEOUT_S = 300
+STARTS_S = 60.0  # in which the ranks of another job have mapped their segments
 ROUNDS_A_TEMPORARY_GROUP = 40
 SAMPLE_S = 2.0
 SAMPLES = 40  # of a short run, at most
@@ -86,10 +88,9 @@ def main() -> int:
     if arguments.minutes <= 0:
         parser.error(f"--minutes: expected more than 0, got {arguments.minutes:g}")
     report = soak(arguments.minutes * 60, arguments.seed)
-    text = json.dumps(report, indent=2)
-    print(text)
+    print(format_json(report))
     if arguments.json:
-        arguments.json.write_text(text + "\n")
+        write_json(arguments.json, report)
     for problem in report["problems"]:
         print(problem, file=sys.stderr)
     return 1 if report["problems"] else 0
@@ -101,7 +102,7 @@ def soak(seconds: float, seed: int) -> dict[str, Any]:
 
     search_path = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(search_path)
-    before = set(os.listdir("/dev/shm"))
+    before = segments()
     with Progress("soak") as progress:
 
         def show(rank: int, message: dict[str, Any]) -> None:
@@ -110,10 +111,23 @@ def soak(seconds: float, seed: int) -> dict[str, Any]:
 
         ranks = run_ranks("soak:run", {"seconds": seconds, "seed": seed}, WORLD, show)
     problems = [problem for rank in ranks for problem in rank.pop("problems")]
-    left = sorted(set(os.listdir("/dev/shm")) - before)
-    if left:
-        problems.append(f"left in /dev/shm: {left}")
+    if left := left_behind(before):
+        problems.append(f"left in /dev/shm: {sorted(left)}")
     return {"seconds": seconds, "seed": seed, "ranks": ranks, "problems": problems}
+
+
+def segments() -> set[str]:
+    """Return the names of groups' segments in /dev/shm, whoever made them."""
+    return {path.name for path in Path("/dev/shm").glob("cgx-*")}
+
+
+def left_behind(before: set[str]) -> set[str]:
+    """Return the segments that were not there `before` and stay. Another job's lose their names as soon as it runs."""
+    left, deadline = segments() - before, time.monotonic() + STARTS_S
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left &= segments()
+    return left
 
 
 def run(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-import torch_cgx  # also sets RANK and WORLD_SIZE under mpirun
+import torch_cgx
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
 
 
@@ -149,7 +149,7 @@ class Journal:
         self.start = time.perf_counter()
         self.first = dist.get_rank() == 0
         if self.first and options.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
+            from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(options.tensorboard))
         self.bar = tqdm(

@@ -8,16 +8,32 @@ Not here: the backend itself, which is imported when the first group is created.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import logging
+import multiprocessing.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 # A process that has none of them was started by no launcher that we translate, and saves itself the rest.
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
+in_command = False
+"""Whether this process is the command `cgx`, for which `import torch_cgx` must not import torch."""
+
 _log = logging.getLogger("torch_cgx")
+_notices_are_due = True  # at exit, once; not in a child that was forked from a process with a group
+
+
+def command() -> int:
+    """Run the command `cgx`; what it needs of torch, it imports when it needs it."""
+    global in_command
+    in_command = True
+    from torch_cgx.cli import main
+
+    return main()
 
 
 def register() -> None:
@@ -42,7 +58,7 @@ def _register_backend() -> None:
 
 
 def _create(dist_backend_opts: Any, backend_options: Any) -> Any:
-    from torch_cgx.backend import create
+    from torch_cgx.group.process_group import create
 
     return create(dist_backend_opts, backend_options)
 
@@ -55,3 +71,47 @@ def _adopt_launcher() -> None:
     launchers = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(launchers)
     launchers.adopt_process()
+
+
+def _end() -> None:
+    """Say at exit that variables were set in a process that used torch.distributed, but compressed nothing."""
+    global _notices_are_due
+    due, _notices_are_due = _notices_are_due, False
+    backend = _backend_of_this_process()
+    asked = "CGX_COMPRESSION_QUANTIZATION_BITS" in os.environ or "torch_cgx" in sys.modules  # which has set_default
+    if not due or backend is None or not asked or _is_rank_of_cli():
+        return
+    try:
+        from torch_cgx.group.notices import warn_of_unused_bits
+
+        warn_of_unused_bits(backend)
+    except Exception:  # a process that ends well shall do so
+        _log.debug("no notice at exit", exc_info=True)
+
+
+def _backend_of_this_process() -> str | None:
+    """Return the backend of the last default group, which torch remembers after destroy_process_group; or None."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    backend: str | None = getattr(c10d, "_backend", None)
+    return backend
+
+
+def _is_rank_of_cli() -> bool:
+    """Say whether the command cgx started this process: it compares backends, and knows what it does."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return getattr(spec, "name", "").startswith("torch_cgx.cli.")
+
+
+def _after_fork() -> None:
+    global _notices_are_due
+    _notices_are_due = _notices_are_due and _backend_of_this_process() is None
+
+
+def _end_with_multiprocessing(_: object) -> None:
+    multiprocessing.util.Finalize(None, _end, exitpriority=0)
+
+
+# Forked children of multiprocessing end without atexit, and forget their parent's finalizers.
+atexit.register(_end)
+os.register_at_fork(after_in_child=_after_fork)
+multiprocessing.util.register_after_fork(_end, _end_with_multiprocessing)

@@ -1,24 +1,31 @@
-"""What all tests share: `--only`, and what becomes of a test that fails and then does not.
+"""Settings and fixtures of all tests.
 
-`--only` splits the tests on machines with many cores: those that bear others beside them, and those that do not.
-
-Tests of real processes are run once more where they fail (`--reruns`, see the Makefile), since they share the machine
-with others. One that passes then is unsteady: the run shows what it failed with, and more than a few of them fail it.
+Tests with the marker `ranks` start processes; nothing of theirs may be left in shared memory.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
+from hypothesis import settings
+
+from tests.support import harness
+from torch_cgx.cli.hosts import Hosts, HostsUnavailable
 
 # Some virtual machines announce AMX and do not let it run: torch's products of bfloat16 tensors then end the process
 # with an illegal instruction. oneDNN reads this when it is first used; processes that tests start inherit it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-MOST_UNSTEADY = 3
-UNSTEADY = pytest.StashKey[list[tuple[str, str]]]()  # names, and what they failed with
+# Before anything imports Triton: its kernels run in its interpreter in this process. Tests that compile them start
+# another, and so do ranks, whose environment is without this variable (support/harness.py).
+os.environ["TRITON_INTERPRET"] = "1"
+
+# Machines that run tests are busy with other tests: slow is not wrong.
+settings.register_profile("cgx", deadline=None, max_examples=60)
+settings.load_profile("cgx")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,34 +45,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[UNSTEADY] = []
+@pytest.fixture(params=[pytest.param("gloo", marks=pytest.mark.matrix), "cgx"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Run a test on ours and, in CI, on torch's own backend: what gloo does is the standard."""
+    name: str = request.param
+    return name
 
 
-class Watch:
-    """A plugin of its own, for hooks of reports are not given the configuration."""
+@pytest.fixture
+def make_hosts() -> Iterator[Callable[..., Hosts]]:
+    """Make test hosts that last as long as the test: `make_hosts(2, rate="1gbit")`. Skip where they cannot be made."""
+    with ExitStack() as stack:
 
-    def __init__(self, unsteady: list[tuple[str, str]]) -> None:
-        self._unsteady = unsteady
+        def make(nodes: int, rate: str | None = None) -> Hosts:
+            try:
+                return stack.enter_context(Hosts(nodes, rate))
+            except HostsUnavailable as reason:
+                pytest.skip(str(reason))
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.outcome == "rerun":
-            self._unsteady.append((report.nodeid, report.longreprtext))
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.pluginmanager.register(Watch(session.config.stash[UNSTEADY]))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if len(session.config.stash[UNSTEADY]) > MOST_UNSTEADY and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        yield make
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    unsteady = config.stash[UNSTEADY]
-    if not unsteady:
+@pytest.fixture(scope="session")
+def private_shared_memory() -> None:
+    """Keep other processes' files out of sight where that is allowed; elsewhere the harness asks who holds them."""
+    harness.make_shared_memory_private()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_shared_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("ranks") is None:
+        yield
         return
-    terminalreporter.section(f"unsteady: failed, and run once more ({len(unsteady)}; {MOST_UNSTEADY} are borne)")
-    for name, text in unsteady:
-        terminalreporter.write_line(f"{name}\n{text}\n")
+    request.getfixturevalue("private_shared_memory")
+    before = harness.shared_memory_names()
+    yield
+    left = harness.left_in_shared_memory(before)
+    assert not left, f"left in /dev/shm: {sorted(left)}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery() -> Iterator[None]:
+    yield
+    harness.close()

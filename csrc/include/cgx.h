@@ -1,5 +1,5 @@
 /* The native library of torch_cgx: quantizing kernels, and an executor that runs collective programs over shared
- * memory.
+ * memory or over connections.
  *
  * A plain C ABI over raw pointers. It knows nothing of torch, Python or MPI; every count is 64-bit; no function throws.
  * Functions that can fail return a cgx_status; a group keeps the text of its first failure (cgx_group_error).
@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 5
+#define CGX_ABI_VERSION 6
 
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3 } cgx_dtype;
 
@@ -37,6 +37,7 @@ typedef enum cgx_status {
   CGX_ERROR_SHARED_MEMORY = -5,
   CGX_ERROR_ARGUMENT = -6,
   CGX_ERROR_CLOSED = -7,
+  CGX_ERROR_CONNECTION = -8,
 } cgx_status;
 
 /* Consecutive values of a tensor that share a width and a block size, and where their payload lies in its slot. */
@@ -106,25 +107,28 @@ typedef struct cgx_step {
   int64_t partial; /* reduce: 1: not all contributions are in, so the sum is not scaled yet */
 } cgx_step;
 
-/* A place for a payload. All ranks give a slot the same offset; its flag is the writer's own. */
+/* A place for a payload. All ranks have the same slots in the same order; a flag is the writer's own. */
 typedef struct cgx_slot {
-  int64_t offset; /* bytes from the start of the half of the segment that an operation uses */
+  int64_t offset; /* bytes from the start of the part of the memory that its slice uses */
   int64_t nbytes;
   int64_t writer;
   int64_t flag;
+  int64_t slice;
 } cgx_slot;
 
 typedef struct cgx_plan cgx_plan;
 
-/* slice_steps: n_slices + 1 ascending indices into steps. half_nbytes: what the largest slice needs in a half.
+/* Steps run in the order of their table; a step belongs to the slice of its slot. Slice t uses part t mod ring of the
+ * memory, and part_nbytes is what the largest slice needs there. Over shared memory ring is 2 and steps are in the
+ * order of their slices; over links slices overlap, and ring must be as many as are under way at once, or more.
  * NULL where a table refers outside of another, or a payload outside of its slot. */
 CGX_API cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces,
                                const cgx_slot* slots, int64_t n_slots, const int64_t* inputs, int64_t n_inputs,
-                               const cgx_step* steps, int64_t n_steps, const int64_t* slice_steps, int64_t n_slices,
-                               int64_t half_nbytes);
+                               const cgx_step* steps, int64_t n_steps, int64_t n_slices, int64_t ring,
+                               int64_t part_nbytes);
 CGX_API void cgx_plan_free(cgx_plan* plan);
 
-/* ---- groups: ranks of one host that share memory ---- */
+/* ---- groups: ranks of one host that share memory, or ranks that are linked by connections ---- */
 
 /* What a rank says that it calls; two ranks whose calls differ in any field but sequence have lost step. */
 typedef struct cgx_call {
@@ -154,7 +158,7 @@ typedef struct cgx_stats {
 } cgx_stats;
 
 typedef struct cgx_submission {
-  const cgx_plan* plan;
+  const cgx_plan* plan; /* over links NULL: done when all ranks have made this call */
   void* values;
   float* residual; /* as in cgx_encode and cgx_reduce, or NULL */
   void* share;     /* what sums are made in; NULL where the plan has none */
@@ -166,6 +170,7 @@ typedef struct cgx_submission {
   int64_t compressed;
   int64_t wake;      /* 1: let the group's thread start at once; 0: the caller waits right away and runs it itself */
   int64_t completed; /* out: number of the last operation that is done */
+  int64_t sequence;  /* out: of its call on the board */
 } cgx_submission;
 
 /* One operation as the flight recorder tells it. Times are nanoseconds of the monotonic clock; 0: not yet, or unknown.
@@ -200,7 +205,7 @@ typedef enum cgx_record_state {
 /* What the control segment tells of a rank. */
 typedef struct cgx_peer {
   int64_t pid;
-  int64_t life;        /* 0: not there yet; 1: present; 2: has left the group; 3: its process is gone */
+  int64_t life;        /* 0: not there yet; 1: present; 2: has left the group; 3: its process, or its link, is gone */
   int64_t noted;       /* sequence of its latest call on the board; 0: none */
   int64_t noted_at_ns; /* by the monotonic clock */
   int64_t waits_on;    /* the rank that it sleeps for; -1: none at this moment */
@@ -210,11 +215,15 @@ typedef struct cgx_group cgx_group;
 
 /* Creates the control segment of a group and returns its file name (to be told to the peers), or a negative status. */
 CGX_API int cgx_control_create(int64_t world, char* name, int64_t name_nbytes, char* error, int64_t error_nbytes);
-/* Maps it. global_ranks: what errors call the ranks. names: strings for errors, each list separated by '\n'. */
+/* Maps it. global_ranks: what errors call the ranks. names: strings for errors, each list separated by '\n'.
+ * name NULL: a group without shared memory, whose ranks are linked by cgx_group_link before it is used. */
 CGX_API cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* global_ranks,
                                   const char* operation_names, const char* dtype_names, const char* reduction_names,
                                   const cgx_means* means, int64_t segment_limit_nbytes, char* error,
                                   int64_t error_nbytes);
+/* Hands over a connected, non-blocking socket to a peer, which is closed with the group, and in forked children at
+ * once. stream: 0, 1, ... for data; -1 for the control connection, which is given last. */
+CGX_API int cgx_group_link(cgx_group* group, int64_t peer, int64_t stream, int fd);
 /* Called by the creator once all have opened it: from then on nothing of the group has a name. */
 CGX_API void cgx_control_unlink(const char* name);
 
@@ -225,7 +234,6 @@ CGX_API int64_t cgx_group_submit(cgx_group* group, const cgx_call* call, cgx_sub
 CGX_API int cgx_group_wait(cgx_group* group, int64_t operation, int64_t slice_ms);
 /* Lets the group's thread take over what a caller left in the middle. */
 CGX_API void cgx_group_kick(cgx_group* group);
-CGX_API int64_t cgx_group_completed(const cgx_group* group);
 /* Looks for trouble around an operation that another engine carries: poison and lost step; look_at_peers 1: also peers
  * that died before they made this call; 2: any peer that died. */
 CGX_API int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peers);
@@ -233,9 +241,6 @@ CGX_API int cgx_group_check(cgx_group* group, int64_t sequence, int look_at_peer
 CGX_API void cgx_group_laggards(cgx_group* group, int64_t sequence, char* text, int64_t text_nbytes);
 CGX_API void cgx_group_fail(cgx_group* group, int status, const char* text);
 CGX_API int cgx_group_error(cgx_group* group, char* text, int64_t text_nbytes);
-/* Nanoseconds of the monotonic clock; zeros where the operation is too old to be remembered or not done. */
-CGX_API void cgx_group_times(const cgx_group* group, int64_t operation, int64_t* submitted, int64_t* started,
-                             int64_t* finished);
 /* What is known of one of the last 1,024 operations, or of one that is queued; 0: nothing (any more). */
 CGX_API int cgx_group_record(const cgx_group* group, int64_t operation, cgx_record* record);
 /* Where a rank stands; text gets its latest call in words. */

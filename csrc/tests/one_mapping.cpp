@@ -1,10 +1,10 @@
-// Stands in for shm/segment.cpp where all ranks are threads of one process: a segment is one piece of memory, at the
-// same address for all, so that ThreadSanitizer sees what they share.
+// Stands in for segment/segment.cpp where all ranks are threads of one process: a segment is one piece of memory, at
+// the same address for all, so that ThreadSanitizer sees what they share.
 #include <cstdlib>
 #include <map>
 #include <mutex>
 
-#include "shm/segment.h"
+#include "segment/segment.h"
 
 namespace cgx {
 namespace {
@@ -67,6 +67,13 @@ std::string Segment::open(const std::string& name, int64_t nbytes, Segment* out)
   out->data_ = found->second;
   out->nbytes_ = nbytes;
   return "";
+}
+
+std::string Segment::make_private(int64_t nbytes, Segment* out) {
+  std::string name;
+  const std::string error = create(nbytes, out, &name);
+  unlink(name);
+  return error;
 }
 
 void Segment::unlink(const std::string& name) {

@@ -5,6 +5,6 @@ Nothing is defined here; names come from `torch_cgx`.
 
 from __future__ import annotations
 
-from torch_cgx.hooks import CGXState, cgx_hook
+from torch_cgx.ddp import CGXState, cgx_hook
 
 __all__ = ["CGXState", "cgx_hook"]

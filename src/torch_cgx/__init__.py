@@ -6,10 +6,10 @@ or srun, sets RANK and WORLD_SIZE. The names below are the public interface.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch_cgx.codec import dequantize, payload_nbytes, quantize
-from torch_cgx.defaults import compressed, set_default, uncompressed
+import _torch_cgx_autoload
 from torch_cgx.errors import (
     CGXError,
     CGXTimeoutError,
@@ -19,12 +19,14 @@ from torch_cgx.errors import (
     SharedMemoryError,
     TransportError,
 )
+from torch_cgx.scopes import compressed, set_default, uncompressed
 from torch_cgx.version import __version__
 
 if TYPE_CHECKING:
     from torch_cgx.adaptive import AdaptiveBits
-    from torch_cgx.backend import ProcessGroupCGX
-    from torch_cgx.hooks import CGXState, cgx_hook
+    from torch_cgx.ddp import CGXState, cgx_hook
+    from torch_cgx.functional import dequantize, payload_nbytes, quantize
+    from torch_cgx.group.process_group import ProcessGroupCGX
 
 __all__ = [
     "AdaptiveBits",
@@ -52,21 +54,25 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "AdaptiveBits": "torch_cgx.adaptive",
+    "CGXState": "torch_cgx.ddp",
+    "cgx_hook": "torch_cgx.ddp",
+    "dequantize": "torch_cgx.functional",
+    "payload_nbytes": "torch_cgx.functional",
+    "quantize": "torch_cgx.functional",
+}
+"""Public names by the module that defines them, all of which import torch."""
+
+
 def __getattr__(name: str) -> Any:
-    """What is imported when first asked for: `import torch` brings this package, and need not bring all of it."""
-    if name in ("CGXState", "cgx_hook"):
-        from torch_cgx import hooks
-
-        return getattr(hooks, name)
-    if name == "AdaptiveBits":
-        from torch_cgx.adaptive import AdaptiveBits
-
-        return AdaptiveBits
+    """Import a public name when it is first used: the command `cgx` must not pay for torch to print its help."""
     if name == "fsdp":
-        import torch_cgx.fsdp
-
-        return torch_cgx.fsdp
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module("torch_cgx.fsdp")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
 
 
 def stats(group: Any = None) -> dict[str, float]:
@@ -114,7 +120,7 @@ def _cgx_group(group: Any) -> ProcessGroupCGX:
     """The group, if its backend is ours."""
     import torch.distributed as dist
 
-    from torch_cgx.backend import ProcessGroupCGX
+    from torch_cgx.group.process_group import ProcessGroupCGX
 
     if not dist.is_initialized():
         raise ValueError('expected an initialised process group: call init_process_group("cgx") first')
@@ -124,10 +130,5 @@ def _cgx_group(group: Any) -> ProcessGroupCGX:
     return chosen
 
 
-def _register() -> None:
-    import _torch_cgx_autoload
-
+if not _torch_cgx_autoload.in_command:
     _torch_cgx_autoload.register()
-
-
-_register()

@@ -1,8 +1,9 @@
-"""Operations that Gloo carries between ranks that share no board: compared first, then let loose.
+"""Operations that Gloo carries between ranks that share no memory: compared first, then let loose.
 
 Gloo aborts the process where the lengths of two ranks differ, and adds up whatever comes where only their types do. So
-before each operation all ranks reduce a hash of their call on the same Gloo group, two numbers, which cannot go wrong
-in this way. It costs as much as a tiny all_reduce. Synchronous calls do it while they wait, others on a thread.
+before each operation all ranks compare their calls. Linked ranks tell each other natively. Others reduce a hash of
+their call on the same Gloo group, two numbers, which cannot go wrong in this way, at the cost of a tiny all_reduce.
+Synchronous calls do it while they wait, others on a thread.
 """
 
 from __future__ import annotations
@@ -12,36 +13,92 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from torch_cgx import _native
-from torch_cgx.calls import digest
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError
+from torch_cgx.group.calls import digest
 from torch_cgx.inquiry import Inquiry
 
-__all__ = ["SLICE_ENDED", "Checked", "Starter"]
+if TYPE_CHECKING:
+    from torch_cgx.engines.host.native import SharedGroup
+
+__all__ = ["SLICE_ENDED", "Checked", "NativeComparison", "Nothing", "Starter"]
 
 SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 _CLOSE_S = 1.0
 _POLL_S = 0.002
+_SLICE = timedelta(milliseconds=20)  # between two looks at whether the group has been closed
 _ODD = 0x9E3779B97F4A7C15 >> 8
 
 
-class Checked:
-    """A handle like Gloo's own, on an operation that `run` starts once all ranks are known to have called alike."""
+class _GlooComparison:
+    """An all_reduce of two numbers, by which ranks find out whether they made the same call."""
 
-    def __init__(self, compare: Callable[[], Any], run: Callable[[], Any], before: Checked | None) -> None:
+    def __init__(self, gloo: Any, facts: int) -> None:
+        self._values = torch.tensor([facts, -facts], device="cpu")
+        options = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._work = gloo.allreduce([self._values], options)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._work.wait() if timeout is None else self._work.wait(timeout)
+        highest, lowest = self._values.tolist()
+        if highest != -lowest:
+            raise MismatchError("ranks have lost step: they called different operations")
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class NativeComparison:
+    """An operation of a linked group that is done when all ranks have made the same call."""
+
+    def __init__(self, group: SharedGroup, number: int) -> None:
+        self._group = group
+        self._number = number
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        slice_ms = int((_SLICE if timeout is None else timeout) / timedelta(milliseconds=1))
+        while not self._group.wait(self._number, slice_ms):
+            if timeout is not None:
+                raise RuntimeError(SLICE_ENDED)
+
+    def is_completed(self) -> bool:
+        try:
+            return self._group.wait(self._number, 0)
+        except CGXError:
+            return True
+
+
+class Checked:
+    """A handle like Gloo's own, on an operation that `run` starts once all ranks are known to have called alike.
+
+    What `run` raises is this operation's own: Gloo refuses a call on all ranks, and those that follow it can still be
+    carried out. What goes wrong before that concerns the group, and the operations that follow fail with it too.
+    """
+
+    def __init__(
+        self,
+        compare: Callable[[], Any],
+        run: Callable[[], Any],
+        before: Checked | None,
+        enqueue: Callable[[Checked], None],
+    ) -> None:
         self._compare = compare
         self._run = run
         self._before = before  # it has to be started first: Gloo counts operations
+        self._enqueue = enqueue
+        self._begun = False
         self._check: Any = None
-        self._values: torch.Tensor | None = None
         self._inner: Any = None
         self._error: Exception | None = None
+        self.refusal: Exception | None = None  # what `run` raised
         self._lock = threading.Lock()
         self._ready = threading.Event()  # started, or failed
         self.on_thread = False
@@ -52,13 +109,20 @@ class Checked:
 
     @property
     def error(self) -> Exception | None:
+        """Return what failed before the operation was started. The operations behind it fail with the same error."""
         return self._error
 
     def begin(self) -> None:
-        self._values, self._check = self._compare()
+        if self._begun:  # and interrupted there: nobody knows whether the peers got anything
+            raise CGXError("the comparison of this call with other ranks' calls was interrupted. Restart all ranks.")
+        self._begun = True
+        self._check = self._compare()
 
     def start(self, timeout: timedelta | None = None) -> None:
-        """Wait for the comparison, and start; raises what goes wrong, and like Gloo where the time is over."""
+        """Wait for the comparison, and start. Raises like Gloo where the time is over; another call waits on.
+
+        Ctrl-C ends the wait alone. Whatever else is raised is kept for `wait`.
+        """
         with self._lock:
             if self._ready.is_set():
                 return
@@ -66,31 +130,56 @@ class Checked:
                 if self._check is None:
                     self.begin()
                 self._check.wait() if timeout is None else self._check.wait(timeout)
-                assert self._values is not None
-                highest, lowest = self._values.tolist()
-                if highest != -lowest:
-                    raise MismatchError("ranks have lost step: they called different operations")
-                self._inner = self._run()
-            except RuntimeError as error:
+            except Exception as error:
                 if SLICE_ENDED in str(error):
                     raise
-                self._error = error
-            self._before = None
-            self._ready.set()
+                self._settle(error)
+                return
+            try:
+                self._inner = self._run()
+            except Exception as error:
+                self.refusal = error
+            except BaseException as error:
+                self._settle(CGXError(f"the operation was interrupted while it was started: {error!r}"))
+                raise
+            self._settle(None)
 
-    def start_on_thread(self) -> None:
+    def start_on_thread(self, closing: threading.Event) -> None:
+        """Start it after the one before, which a waiting caller may have left half-way."""
         before = self._before
         if before is not None:
-            before._ready.wait()
+            before._start_in_slices(closing)
             if before._error is not None:
                 self.fail(before._error)
-        self.start()
+        self._start_in_slices(closing)
+
+    def _start_in_slices(self, closing: threading.Event) -> None:
+        """Gloo's own time limit ends the comparison, and so does the end of the group."""
+        while not self._ready.is_set():
+            if closing.is_set():
+                self.fail(CGXError("this process group has been shut down"))
+                return
+            try:
+                self.start(_SLICE)
+            except RuntimeError as error:
+                if SLICE_ENDED not in str(error):
+                    raise
 
     def fail(self, error: Exception) -> None:
         with self._lock:
             if not self._ready.is_set():
-                self._error = error
-                self._ready.set()
+                self._settle(error)
+
+    def _settle(self, error: Exception | None) -> None:
+        self._error = error
+        self._before = None
+        self._ready.set()
+
+    def abandon(self) -> None:
+        """Leave it to the thread: the caller that waited for it was interrupted, and peers still count on it."""
+        if not self._ready.is_set() and not self.on_thread:
+            self.on_thread = True
+            self._enqueue(self)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if not self._ready.is_set():
@@ -98,18 +187,19 @@ class Checked:
                 self.start(timeout)
             elif not self._ready.wait(None if timeout is None else timeout.total_seconds()):
                 raise RuntimeError(SLICE_ENDED)
-        if self._error is not None:
-            raise self._error
+        failure = self._error or self.refusal
+        if failure is not None:
+            raise failure
         self._inner.wait() if timeout is None else self._inner.wait(timeout)
 
     def is_completed(self) -> bool:
         if not self._ready.is_set() and not self.on_thread and self._check is not None and self._check.is_completed():
             self.start()
-        return self._ready.is_set() and (self._error is not None or self._inner.is_completed())
+        return self._ready.is_set() and (self._inner is None or self._inner.is_completed())
 
 
-class _Nothing:
-    """An operation that needs nothing done."""
+class Nothing:
+    """An operation that needs nothing done but that all ranks call it."""
 
     def wait(self, timeout: timedelta | None = None) -> None: ...
 
@@ -120,25 +210,31 @@ class _Nothing:
 class Starter:
     """Starts the operations of one group in the order of their calls."""
 
-    def __init__(self, gloo: Any, inquiry: Inquiry) -> None:
+    def __init__(self, gloo: Any, inquiry: Inquiry | None) -> None:
         self._gloo = gloo
         self._inquiry = inquiry
         self._in_detail = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
         self._last: Checked | None = None
         self._waiting: queue.SimpleQueue[Checked | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
 
-    def carry(self, call: _native.Call, number: int, run: Callable[[], Any], asynchronous: bool) -> Checked:
-        """With the group's lock held."""
+    def carry(
+        self,
+        call: _native.Call,
+        number: int,
+        run: Callable[[], Any],
+        asynchronous: bool,
+        comparison: NativeComparison | None = None,
+    ) -> Checked:
+        """With the group's lock held. `comparison`: under way already."""
         facts = (digest(call) + number * _ODD) & ((1 << 62) - 1)
         before = self._last if self._last is not None and not self._last.started else None
-        checked = self._last = Checked(lambda: self._compare(facts), run, before)
+        compare = partial(_GlooComparison, self._gloo, facts) if comparison is None else lambda: comparison
+        checked = self._last = Checked(compare, run, before, self._enqueue)
         if asynchronous or before is not None:
             checked.on_thread = True
-            self._waiting.put(checked)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="cgx-carried", daemon=True)
-                self._thread.start()
+            self._enqueue(checked)
         else:
             checked.begin()
         return checked
@@ -149,9 +245,10 @@ class Starter:
         With TORCH_DISTRIBUTED_DEBUG=DETAIL the host first waits until all ranks have made it, and raises where they
         differ; else nobody compares it.
         """
+        assert self._inquiry is not None
         number = self._inquiry.note(call)
         if self._in_detail:
-            checked = self.carry(call, number, _Nothing, asynchronous=False)
+            checked = self.carry(call, number, Nothing, asynchronous=False)
             checked.start()
             if checked.error is not None:
                 kind = type(checked.error) if isinstance(checked.error, CGXError) else CGXTimeoutError
@@ -169,21 +266,22 @@ class Starter:
 
     def close(self) -> None:
         """After the group's connections are closed, or when nothing is under way. What is queued fails."""
+        self._closing.set()
         if self._thread is not None:
             self._waiting.put(None)
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout=_CLOSE_S)
 
-    def _compare(self, facts: int) -> tuple[torch.Tensor, Any]:
-        values = torch.tensor([facts, -facts])
-        options = c10d.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return values, self._gloo.allreduce([values], options)
+    def _enqueue(self, checked: Checked) -> None:
+        self._waiting.put(checked)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="cgx-carried", daemon=True)
+            self._thread.start()
 
     def _work(self) -> None:
         while (checked := self._waiting.get()) is not None:
             try:
-                checked.start_on_thread()
+                checked.start_on_thread(self._closing)
             except Exception as error:
                 checked.fail(CGXError(f"the operation could not be started: {error}"))
             del checked

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,8 @@ _SIMD = ("scalar", "avx2", "avx512", "neon")
 _MOST_DIGITS = 20  # of 2^64 - 1
 _MOST_TEXT = 255  # characters of a node's name: peers read it
 _SHOWN = 200  # characters of a wrong value, in an error
-_OWN_TO_A_RANK = ("node_id", "num_threads", "simd", "trace_folder")
+_NEAR, _SPELLING = 0.5, 0.75  # of 1: how alike two names must be for a suggestion, and two words to count as one
+_OWN_TO_A_RANK = ("node_id", "num_threads", "simd", "socket_interface", "trace_folder")
 
 
 def whole_number(name: str, value: object, allowed: str = "a whole number") -> int:
@@ -37,6 +39,15 @@ def whole_number(name: str, value: object, allowed: str = "a whole number") -> i
         return operator.index(value)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):  # the second from tensors without values
         raise ValueError(f"{name}: expected {allowed}, got {shortened(value)}") from None
+
+
+def at_least(name: str, value: object, least: int, of: str = "") -> int:
+    """Return the value as an int, which must not be below `least`."""
+    allowed = f"{least} or more{of}"
+    found = whole_number(name, value, allowed)
+    if found < least:
+        raise ValueError(f"{name}: expected {allowed}, got {found}")
+    return found
 
 
 def shortened(value: object) -> str:
@@ -74,13 +85,15 @@ class Settings:
     seed: int = 0  # of stochastic rounding; 64 bits
     fusion_nbytes: int = 64 << 20  # bytes of values; the most one program handles: bounds the staging memory
     inner_communicator: str = "SHM"  # carries messages within a node
-    cross_communicator: str | None = None  # carries messages between nodes; None: MPI under mpirun, else GLOO
+    cross_communicator: str | None = None  # carries messages between nodes; None: see wants_links
     cuda_inner_communicator: str = "NCCL"  # the same for CUDA tensors; all but NCCL stage payloads in host memory
     cuda_cross_communicator: str | None = "NCCL"  # None: as cross_communicator
     inner_reduction: str = "SRA"  # the algorithm within a node
     cross_reduction: str = "SRA"  # the algorithm between nodes
     intra_broadcast: bool = True  # True: one rank of each node speaks for it
     intra_compress: bool = True  # False: exact within a node, compressed only between nodes
+    streams: int = 1  # TCP data connections per pair of ranks
+    socket_interface: str | None = None  # the network interface of TCP links; None: the one that leads to the store
     node_id: str | None = None  # names this rank's node; None: found out
     num_threads: int | None = None  # threads of a large kernel call; None: torch's, at most this rank's share of cores
     simd: str | None = None  # forces a kernel level; None: the best the CPU has
@@ -94,13 +107,15 @@ class Settings:
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """The settings that the variables (of this process, where no mapping is given) ask for."""
         read = _Reader(os.environ if environ is None else environ)
-        transports = ("GLOO", "MPI", "NCCL")
+        transports = ("TCP", "GLOO", "MPI", "NCCL")
         reductions = ("SRA", "RING")
         inner = read.optional_choice("CGX_INNER_COMMUNICATOR_TYPE", ("SHM", *transports))
         cross = read.optional_choice("CGX_CROSS_COMMUNICATOR_TYPE", transports)
         # NCCL carries CUDA tensors alone: what CPU tensors have by default stays theirs. Whoever stages within nodes
-        # does not mean NCCL between them, unless he says so.
-        cuda_inner = inner or "NCCL"
+        # does not mean NCCL between them, unless he says so. TCP carries CPU tensors alone: CUDA tensors take what they
+        # would have without that variable.
+        cuda_inner = inner if inner not in (None, "TCP") else "NCCL"
+        cuda_cross = cross if cross != "TCP" else None
         return cls(
             skip_incomplete=read.flag("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False),
             minimal_numel=read.integer("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0, 2**63 - 1),
@@ -110,11 +125,13 @@ class Settings:
             inner_communicator=inner if inner not in (None, "NCCL") else "SHM",
             cross_communicator=None if cross == "NCCL" else cross,
             cuda_inner_communicator=cuda_inner,
-            cuda_cross_communicator=cross or ("NCCL" if cuda_inner == "NCCL" else None),
+            cuda_cross_communicator=cuda_cross or ("NCCL" if cuda_inner == "NCCL" else None),
             inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", reductions),
             cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", reductions),
             intra_broadcast=read.flag("CGX_INTRA_BROADCAST", True),
             intra_compress=read.flag("CGX_INTRA_COMPRESS", True),
+            streams=read.integer("CGX_STREAMS", 1, 1, 16),
+            socket_interface=read.short_text("CGX_SOCKET_IFNAME") or read.first_of_list("GLOO_SOCKET_IFNAME"),
             node_id=read.short_text("CGX_NODE_ID"),
             num_threads=read.optional_integer("CGX_NUM_THREADS", 1, 256),
             simd=read.optional_choice("CGX_SIMD", _SIMD),
@@ -123,6 +140,8 @@ class Settings:
 
     def message_transport(self, one_host: bool) -> str | None:
         """What carries the messages of a group that does not go over shared memory; None: see cross_communicator."""
+        if self.inner_communicator == "TCP":
+            return "TCP"  # joins any two ranks, whatever their nodes
         return self.inner_communicator if one_host and self.inner_communicator != "SHM" else self.cross_communicator
 
     def fingerprint(self) -> dict[str, object]:
@@ -146,12 +165,65 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "cross_reduction": ("CGX_CROSS_REDUCTION_TYPE",),
     "intra_broadcast": ("CGX_INTRA_BROADCAST",),
     "intra_compress": ("CGX_INTRA_COMPRESS",),
+    "streams": ("CGX_STREAMS",),
+    "socket_interface": ("CGX_SOCKET_IFNAME",),
     "node_id": ("CGX_NODE_ID",),
     "num_threads": ("CGX_NUM_THREADS",),
     "simd": ("CGX_SIMD",),
     "trace_folder": ("CGX_TRACE_DIR",),
 }
-"""What decides each field of `Compression` and `Settings`: the first of these that is set. For `cgx doctor`."""
+"""The variables that set each field of `Compression` and `Settings`; the first one that is set wins."""
+
+
+def shared_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that are set and that all ranks must set alike, as they were written."""
+    read = _Reader(os.environ if environ is None else environ)
+    names = {name for field, names in VARIABLES.items() if field not in _OWN_TO_A_RANK for name in names}
+    return {name: text for name in sorted(names) if (text := read.text(name)) is not None}
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return a sentence for each CGX_* variable that does not exist, with the one that may have been meant."""
+    present = os.environ if environ is None else environ
+    known = {name for names in VARIABLES.values() for name in names}
+    return [_not_known(name, known) for name in sorted(present) if name.startswith("CGX_") and name not in known]
+
+
+def _not_known(name: str, known: Collection[str]) -> str:
+    shown = name if name.isprintable() else ascii(name)
+    near = _nearest(name, known)
+    hint = f"Did you mean {_either(near)}?" if near else "docs/variables.md lists all names."
+    return f"{shown} is set, but there is no such variable. {hint}"
+
+
+def _nearest(name: str, known: Collection[str]) -> list[str]:
+    """Return the known names that share the most words with this one; [] if none is near, or too many are.
+
+    Words that many names have (COMPRESSION, TYPE) count for less than words that tell names apart (BITS, SEED).
+    """
+    uses = Counter(word for other in known for word in _words(other))
+    given = _words(name)
+    misspelled = [word for word in given if word not in uses]
+    closeness: dict[str, float] = {}
+    for other in known:
+        expected = _words(other)
+        shared = sum((word in given or _likeness(word, misspelled)) / uses[word] for word in expected)
+        closeness[other] = 2 * shared / sum(1 / max(1, uses[word]) for word in (*given, *expected))
+    best = max(closeness.values())
+    nearest = sorted(other for other, value in closeness.items() if value == best)
+    return nearest if best >= _NEAR and len(nearest) <= 2 else []
+
+
+def _words(name: str) -> list[str]:
+    return name.removeprefix("CGX_").split("_")
+
+
+def _likeness(word: str, misspelled: Sequence[str]) -> float:
+    """Return how near, up to 1, the nearest of these words is; 0 if it is another word rather than a mistake."""
+    from difflib import SequenceMatcher
+
+    likeness = max((SequenceMatcher(None, word, other).ratio() for other in misspelled), default=0.0)
+    return likeness if likeness >= _SPELLING else 0.0
 
 
 def compression_from_environ(environ: Mapping[str, str] | None = None) -> Compression:
@@ -195,6 +267,11 @@ class _Reader:
         if raw is not None and len(raw) > _MOST_TEXT:
             raise _wrong(name, raw, f"at most {_MOST_TEXT} characters")
         return raw
+
+    def first_of_list(self, name: str) -> str | None:
+        """Return the first word of a comma-separated list."""
+        words = (word.strip() for word in (self.text(name) or "").split(","))
+        return next((word for word in words if word), None)
 
     def integer(self, name: str, default: int, least: int, most: int, allowed: str | None = None) -> int:
         raw = self.text(name)

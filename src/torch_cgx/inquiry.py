@@ -22,10 +22,10 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from torch_cgx import _native, errors
-from torch_cgx.answers import parse_answer
-from torch_cgx.calls import alike, call_from, describe, fields_of
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError, PoisonedError
-from torch_cgx.liveness import GONE, place, state_of, who_am_i
+from torch_cgx.group.bootstrap.host import GONE, place, state_of, who_am_i
+from torch_cgx.group.bootstrap.store_json import parse_answer
+from torch_cgx.group.calls import alike, call_from, describe, fields_of
 
 __all__ = ["Inquiry", "Report", "find_mismatch", "find_missing", "read_report"]
 
@@ -308,7 +308,8 @@ class Inquiry:
         call = reports[self._rank].calls.get(number)
         what = f"operation {number}, {describe(call)}" if call is not None else "the group"
         advice = _ADVICE.get(kind, "Restart all ranks.")
-        return kind(f"{self._names[self._rank]} failed in {what}: {missing}. {advice}{f' ({said})' if said else ''}")
+        failed = ": Timed out in" if kind is CGXTimeoutError else " failed in"
+        return kind(f"{self._names[self._rank]}{failed} {what}: {missing}. {advice}{f' ({said})' if said else ''}")
 
     def _is_waited_for(self, reports: Mapping[int, Report], states: Mapping[int, str], number: int) -> bool:
         """Whether somebody lives who is stopped, or has not called what this rank has; not where one may be dead."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ class Place(NamedTuple):
     job: str | None  # the same string in all ranks of one job, and in no other job
     rank_variable: str  # only ranks, and what they start, have it
     example: str  # how this launcher hands an address to all ranks
+    passing: tuple[str, str] | None = None  # a command, and what each variable adds to it; None: not known
 
     @property
     def one_host(self) -> bool:
@@ -96,6 +97,19 @@ def missing_address(environ: Mapping[str, str]) -> str | None:
         "host of rank 0 and MASTER_PORT to a free port there, on all ranks, in the environment or in the "
         f"script before init_process_group; for example: {place.example}"
     )
+
+
+def how_to_pass(names: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return a sentence that says how the launcher of this process hands these variables to all ranks."""
+    place = detect(environ)
+    which = "it" if len(names) == 1 else "them"
+    if place is None or place.passing is None:
+        return (
+            f"Set {which} to the same value on every host, before the ranks are started: torchrun hands its own "
+            "environment to the ranks it starts"
+        )
+    command, option = place.passing
+    return f"Hand {which} to all ranks: {command}{''.join(option.format(name) for name in names)} ..."
 
 
 def adopt_process() -> None:
@@ -162,6 +176,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Place:
         job=environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"),
         rank_variable="OMPI_COMM_WORLD_RANK",
         example="mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...",
+        passing=("mpirun", " -x {}"),
     )
 
 
@@ -175,6 +190,7 @@ def _mpich(environ: Mapping[str, str]) -> Place:
         job=environ.get("PMIX_NAMESPACE"),
         rank_variable="PMI_RANK",
         example="mpirun -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ...",
+        passing=("mpirun", " -genv {} VALUE"),
     )
 
 
@@ -198,6 +214,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
         job=f"{environ['SLURM_JOB_ID']}.{step}",
         rank_variable="SLURM_PROCID",
         example="export MASTER_ADDR=$(scontrol show hostnames $SLURM_NODELIST | head -n 1) MASTER_PORT=29500",
+        passing=("srun --export=ALL", ",{}=VALUE"),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
-from torch_cgx.hooks.exchange import gather_states, most_state_nbytes
+from torch_cgx.ddp.checkpoint import gather_states, most_state_nbytes
 
 __all__ = ["CGXStrategy"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
-from torch_cgx.hooks.exchange import broadcast_state, most_state_nbytes
+from torch_cgx.ddp.checkpoint import broadcast_state, most_state_nbytes
 
 __all__ = ["CGXCallback"]
 

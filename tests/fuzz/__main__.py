@@ -1,4 +1,4 @@
-"""`python tests/fuzz --seconds 30 --json FILE`: every target in a process of its own, and how many inputs each had.
+"""`python -m tests.fuzz --seconds 30 --json FILE`: every target in a process of its own, and how many inputs each had.
 
 Inputs come from atheris, guided by the coverage of torch_cgx, where it is installed; else they are random. An input
 that breaks a promise is printed, and the exit code is 1.
@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(TESTS))
+ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 120.0  # to import torch, and to find an input that hangs
 INPUT_NBYTES = 512
 
@@ -33,7 +32,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.child:
         return fuzz(options.child[0], Path(options.child[1]), options.seconds)
-    from fuzz.names import NAMES
+    from tests.fuzz.names import NAMES
 
     found, broken = {}, 0
     for name in options.only or NAMES:
@@ -64,19 +63,17 @@ def run_child(name: str, seconds: float) -> dict[str, int]:
             sys.executable,
             "-X",
             "faulthandler",
-            str(TESTS / "fuzz"),
+            "-m",
+            "tests.fuzz",
             "--seconds",
             str(seconds),
             "--child",
             name,
             folder,
         ]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
         with open(Path(folder) / "log", "w+", errors="replace") as log:
             try:
-                code = subprocess.run(
-                    command, stdout=log, stderr=log, timeout=seconds + GRACE_S, env=environ
-                ).returncode
+                code = subprocess.run(command, stdout=log, stderr=log, timeout=seconds + GRACE_S, cwd=ROOT).returncode
             except subprocess.TimeoutExpired:
                 code = -1
             log.seek(0)
@@ -99,10 +96,10 @@ def fuzz(name: str, folder: Path, seconds: float) -> int:
     import torch  # noqa: F401  not instrumented: it is not ours
 
     if atheris is None:
-        from fuzz.targets import TARGETS
+        from tests.fuzz.targets import TARGETS
     else:
         with atheris.instrument_imports(include=["torch_cgx"]):
-            from fuzz.targets import TARGETS
+            from tests.fuzz.targets import TARGETS
     one = counted(TARGETS[name], folder, seconds)
     if atheris is not None:
         atheris.Setup(

@@ -20,19 +20,19 @@ import torch
 from torch import nn
 
 import torch_cgx
-from fuzz.bytes_to_values import Source
-from torch_cgx import AdaptiveBits, CGXError, CGXState, defaults
-from torch_cgx.answers import parse_answer
+from tests.fuzz.bytes_to_values import Source
+from torch_cgx import AdaptiveBits, CGXError, CGXState, scopes
 from torch_cgx.cli import bits as cli_bits
 from torch_cgx.cli.registry import CommandFailed
 from torch_cgx.config import Compression, Settings, compression_from_environ
+from torch_cgx.ddp.adaptation import Adaptation
 from torch_cgx.executors import agreement
-from torch_cgx.hooks.adaptation import Adaptation
+from torch_cgx.group.bootstrap.handshake import join
+from torch_cgx.group.bootstrap.store_json import parse_answer
+from torch_cgx.group.layer_table import LayerTable
 from torch_cgx.kernels import Piece
-from torch_cgx.kernels.cpu import NativeKernels, available
+from torch_cgx.kernels.native import NativeKernels, available
 from torch_cgx.kernels.reference import ReferenceKernels
-from torch_cgx.layers import LayerTable
-from torch_cgx.membership import join
 
 __all__ = ["TARGETS", "Broken"]
 
@@ -162,7 +162,7 @@ def default_compression(data: bytes) -> bool:
     source = Source(data)
     try:
         went = attempt(lambda: torch_cgx.set_default(bits=source.anything(), bucket_size=source.anything()))
-        return attempt(defaults.compression) and went
+        return attempt(scopes.compression) and went
     finally:
         torch_cgx.set_default()
 

@@ -27,7 +27,7 @@ __all__ = [
     "shares_memory",
 ]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 _log = logging.getLogger("torch_cgx")
 
@@ -52,7 +52,7 @@ class Step(ctypes.Structure):
 
 
 class Slot(ctypes.Structure):
-    _fields_ = [(name, c_int64) for name in ("offset", "nbytes", "writer", "flag")]
+    _fields_ = [(name, c_int64) for name in ("offset", "nbytes", "writer", "flag", "slice")]
 
 
 class Call(ctypes.Structure):
@@ -90,6 +90,7 @@ class Submission(ctypes.Structure):
         ("scale", c_double),
         ("rounding", Rounding),
         *((name, c_int64) for name in ("timeout_ms", "bytes_before", "bytes_after", "compressed", "wake", "completed")),
+        ("sequence", c_int64),
     ]
 
 
@@ -137,7 +138,7 @@ _SHARED_MEMORY: dict[str, tuple[object, list[object]]] = {
         c_void_p,
         [
             *(c_int64, c_int, POINTER(Piece), c_int64, POINTER(Slot), c_int64, POINTER(c_int64), c_int64),
-            *(POINTER(Step), c_int64, POINTER(c_int64), c_int64, c_int64),
+            *(POINTER(Step), c_int64, c_int64, c_int64, c_int64),
         ],
     ),
     "cgx_plan_free": (None, [c_void_p]),
@@ -149,17 +150,16 @@ _SHARED_MEMORY: dict[str, tuple[object, list[object]]] = {
             *(POINTER(Means), c_int64, c_char_p, c_int64),
         ],
     ),
+    "cgx_group_link": (c_int, [c_void_p, c_int64, c_int64, c_int]),
     "cgx_control_unlink": (None, [c_char_p]),
     "cgx_group_note": (c_int64, [c_void_p, POINTER(Call)]),
     "cgx_group_submit": (c_int64, [c_void_p, POINTER(Call), POINTER(Submission)]),
     "cgx_group_wait": (c_int, [c_void_p, c_int64, c_int64]),
     "cgx_group_kick": (None, [c_void_p]),
-    "cgx_group_completed": (c_int64, [c_void_p]),
     "cgx_group_check": (c_int, [c_void_p, c_int64, c_int]),
     "cgx_group_laggards": (None, [c_void_p, c_int64, c_char_p, c_int64]),
     "cgx_group_fail": (None, [c_void_p, c_int, c_char_p]),
     "cgx_group_error": (c_int, [c_void_p, c_char_p, c_int64]),
-    "cgx_group_times": (None, [c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), POINTER(c_int64)]),
     "cgx_group_record": (c_int, [c_void_p, c_int64, POINTER(Record)]),
     "cgx_group_peer": (None, [c_void_p, c_int64, POINTER(Peer), c_char_p, c_int64]),
     "cgx_group_stats": (None, [c_void_p, POINTER(Stats)]),

@@ -7,6 +7,7 @@ and an exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted. It measures 
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import sys
 from collections.abc import Sequence
@@ -37,17 +38,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+_COMMANDS = (
+    "bench.allreduce",
+    "bench.kernels",
+    "bench.train",
+    "bits",
+    "doctor.command",
+    "plan.command",
+    "trace.command",
+)
+
+
 def make_parser() -> argparse.ArgumentParser:
-    from torch_cgx.cli import (  # noqa: F401  (importing registers them)
-        bench,
-        bench_train,
-        bits,
-        doctor,
-        kernels,
-        plan,
-        trace,
-    )
     from torch_cgx.cli.registry import COMMANDS, Parser
+
+    for module in _COMMANDS:  # which registers what is in it
+        importlib.import_module(f"torch_cgx.cli.{module}")
 
     parser = Parser(prog="cgx", description="Compressed all-reduce for torch.distributed: measure it, check it.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")

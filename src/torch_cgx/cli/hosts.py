@@ -104,9 +104,13 @@ class Node:
         }
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """The command that runs `arguments` in this node; it is killed when the thread that starts it ends."""
+        """Return the command that runs `arguments` in this node; it is killed when the thread that starts it ends.
+
+        It asks for that first, and only then enters: if the maker of the hosts has died in between, which the kernel no
+        longer tells it, the namespace's path is gone too, and the command fails instead of staying behind.
+        """
         cores = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
-        return ["nsenter", f"--net={self.namespace}", *cores, "setpriv", "--pdeathsig", "KILL", *arguments]
+        return ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={self.namespace}", *cores, *arguments]
 
     def run(self, arguments: Sequence[str]) -> str:
         """Run a command here until it ends; what it wrote to stdout. `subprocess.CalledProcessError` if it fails."""

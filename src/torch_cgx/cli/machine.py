@@ -85,14 +85,14 @@ def native_facts() -> tuple[bool, str | None]:
     """Whether the native library is there, and the SIMD level that a group created now would use."""
     try:
         from torch_cgx.config import Settings
-        from torch_cgx.kernels import cpu
+        from torch_cgx.kernels import native
 
-        if not cpu.available():
+        if not native.available():
             return False, None
     except Exception:  # a broken library must not keep `cgx doctor` from saying so
         return False, None
     try:
-        return True, cpu.simd_level(Settings.from_environ().simd)
+        return True, native.simd_level(Settings.from_environ().simd)
     except ValueError:  # a level that this processor or this version does not have
         return True, None
 

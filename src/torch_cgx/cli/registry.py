@@ -1,7 +1,8 @@
 """The list of sub-commands of `cgx`, and the argument types they share.
 
 A sub-command is one function with the decorator `command`; nothing else knows its name. Modules that register
-commands import nothing heavy at the top, so that `cgx --help` stays quick. What a command does is not here.
+commands import nothing heavy at the top, so that `cgx --help` stays quick; torch is imported
+where a command is run, after its arguments were checked. What a command does is not here.
 """
 
 from __future__ import annotations
@@ -135,5 +136,5 @@ def plot_file(text: str) -> Path:
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a file name that ends in .png")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("plots need matplotlib: pip install 'pytorch-cgx[plot]'")
+        raise argparse.ArgumentTypeError("plots need matplotlib: pip install matplotlib")
     return path

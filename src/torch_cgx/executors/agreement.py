@@ -32,7 +32,7 @@ class Agreement:
         rank: int,
         global_ranks: Sequence[int],
     ) -> None:
-        self._mine = torch.tensor(facts, dtype=torch.int64)
+        self._mine = torch.tensor(facts, dtype=torch.int64, device="cpu")
         self._names = [f"rank {each}" for each in global_ranks]
         self._rank = rank
         self._theirs = {peer: torch.empty_like(self._mine) for peer in peers}

@@ -13,12 +13,12 @@ from datetime import timedelta
 
 import torch
 
+from torch_cgx.engines.computing import Reduction
+from torch_cgx.engines.jobs import Job, JobThread
+from torch_cgx.engines.recorder import Trail
 from torch_cgx.errors import CGXError
-from torch_cgx.executors.computing import Reduction
-from torch_cgx.executors.jobs import Job, JobThread
 from torch_cgx.executors.pipeline import Pipeline
 from torch_cgx.kernels import Kernels
-from torch_cgx.recorder import Trail
 from torch_cgx.transports import Transport
 
 __all__ = ["MessageExecutor"]

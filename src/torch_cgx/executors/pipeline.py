@@ -16,23 +16,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from torch_cgx.engines.computing import PHASES, Reduction, compute
+from torch_cgx.engines.recorder import Trail
 from torch_cgx.executors.agreement import AGREEMENT_TAG, Agreement
-from torch_cgx.executors.computing import PHASES, Reduction, compute
-from torch_cgx.executors.schedule import Schedule, schedule_for
 from torch_cgx.executors.staging import Staging
 from torch_cgx.kernels import Kernels
-from torch_cgx.layout import Chunk, Slice
-from torch_cgx.program import Receive, Send
-from torch_cgx.recorder import Trail
+from torch_cgx.plan.layout import Chunk, Slice
+from torch_cgx.plan.program import Receive, Send
+from torch_cgx.plan.schedule import AHEAD, Schedule, schedule_for
 from torch_cgx.transports import TAGS, Pending, Transport
 
-__all__ = ["AHEAD", "Pipeline"]
+__all__ = ["Pipeline"]
 
 _PHASES = ("encode", "wait", "reduce", "decode")
-
-# A receive is posted so many ticks before its time. A payload for which none is posted yet waits at its sender, and the
-# word that one is there now waits behind all other payloads on the link.
-AHEAD = 3
 
 
 @dataclass(slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch_cgx.algorithms import Topology
-from torch_cgx.executors.pipeline import AHEAD
-from torch_cgx.executors.schedule import staged_slices
+from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.schedule import AHEAD, staged_slices
 
 __all__ = ["message_slice_nbytes", "usual_slice_nbytes"]
 

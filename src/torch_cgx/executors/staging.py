@@ -50,7 +50,7 @@ def _room(nbytes: int) -> int:
 
 @torch.inference_mode(False)
 def _new(room: int, nbytes: int) -> Tensor:
-    return torch.empty(room, dtype=torch.uint8)[:nbytes]
+    return torch.empty(room, dtype=torch.uint8, device="cpu")[:nbytes]
 
 
 @torch.inference_mode(False)

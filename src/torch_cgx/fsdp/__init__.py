@@ -1,7 +1,7 @@
 """FSDP2 with compressed communication: `torch_cgx.fsdp.compress(model)`, after `fully_shard`.
 
 Gradients go by compressed reduce-scatters, weights by compressed all-gathers. Optimizers and checkpoints see nothing of
-it: sharded weights stay exact on their owner. What FSDP calls stands in `comms`, what is read of it in `inside`.
+it: sharded weights stay exact on their owner. What FSDP calls stands in `comms`, what is read of it in `internals`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torch_cgx.backend import ProcessGroupCGX
-from torch_cgx.config import Compression, shortened
+from torch_cgx.config import Compression, at_least, shortened
 from torch_cgx.fsdp.comms import AllGather, Groups, ReduceScatter, lay_out
-from torch_cgx.fsdp.inside import Unit, clean, names_of, names_of_modules, reduced_numels, units_of
-from torch_cgx.fsdp.replicas import Claim, Replicas
-from torch_cgx.hooks.checks import at_least
-from torch_cgx.hooks.choices import Choices
+from torch_cgx.fsdp.hsdp import Claim, Replicas
+from torch_cgx.fsdp.internals import Unit, clean, names_of, names_of_modules, reduced_numels, units_of
+from torch_cgx.group.process_group import ProcessGroupCGX
+from torch_cgx.layer_rules import Choices
 
 __all__ = ["Compressed", "Parameter", "compress"]
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_cgx import defaults
-from torch_cgx.backend import ProcessGroupCGX
+from torch_cgx import scopes
+from torch_cgx.codecs import Identity, MaxMin
 from torch_cgx.config import Compression, Settings
-from torch_cgx.fsdp.inside import gathered_numels, is_extended, is_trained, reduced_numels
-from torch_cgx.fsdp.replicas import Claim
-from torch_cgx.hooks.groups import cgx_group_of
-from torch_cgx.layout import Layer
-from torch_cgx.quantizers import Identity, MaxMin
+from torch_cgx.fsdp.hsdp import Claim
+from torch_cgx.fsdp.internals import gathered_numels, is_extended, is_trained, reduced_numels
+from torch_cgx.group.companion import cgx_group_of
+from torch_cgx.group.process_group import ProcessGroupCGX
+from torch_cgx.plan.layout import Layer
 
 __all__ = ["AllGather", "Groups", "ReduceScatter", "lay_out"]
 
@@ -87,7 +87,7 @@ class AllGather(_Comm):
         return _returned(work, async_op)
 
     def _layers(self, numel: int, settings: Settings) -> tuple[Layer, ...]:
-        if defaults.is_uncompressed() or is_extended(self._params):
+        if scopes.is_uncompressed() or is_extended(self._params):
             return lay_out((numel,), (_EXACT,), settings)
         numels = gathered_numels(self._params)
         if numels is not None and sum(numels) == numel and numels:
@@ -116,7 +116,7 @@ class ReduceScatter(_Comm):
         layers = self._layers(numel, ours.settings)
         if self.replicas is not None:
             self.replicas.expect(layers)
-        if defaults.is_uncompressed():
+        if scopes.is_uncompressed():
             layers = lay_out((numel,), (_EXACT,), ours.settings)
         work = ours.reduce_scatter_layers(output_tensor, input_tensor, layers, op=op, asynchronous=async_op)
         return _returned(work, async_op)

@@ -39,7 +39,7 @@ def key(rounding: Rounding) -> tuple[int, int]:
 def random16(rounding: Rounding, start: int, numel: int) -> Tensor:
     """Whole numbers below 65536, as int64, for the values start to start + numel of a tensor."""
     k0, k1 = key(rounding)
-    index = torch.arange(start, start + numel, dtype=torch.int64)
+    index = torch.arange(start, start + numel, dtype=torch.int64, device="cpu")
     pair = (index >> 1) & _MASK32
     return (_mix32(pair, k0, k1) >> ((index & 1) << 4)) & 0xFFFF
 

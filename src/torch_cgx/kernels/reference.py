@@ -198,7 +198,7 @@ def _encode_run(run: _Run, x: Tensor, payload: Tensor, rounding: Rounding) -> No
     good = finite & torch.isfinite(spread)
     constant = lo == hi
 
-    unit = torch.maximum(spread / top, torch.tensor(SMALLEST_UNIT))
+    unit = torch.maximum(spread / top, torch.tensor(SMALLEST_UNIT, device="cpu"))
     inv = torch.div(torch.ones_like(unit), unit)
     position = (rows - lo[:, None]) * inv[:, None]
     # Levels of bad and constant blocks are 0; a NaN must not reach the conversion to integers.
@@ -211,7 +211,7 @@ def _encode_run(run: _Run, x: Tensor, payload: Tensor, rounding: Rounding) -> No
         levels = (position + 0.5).to(torch.int64)
     levels = torch.where(levelled, levels, 0).clamp_(max=int(top))
 
-    nan = torch.tensor(math.nan)  # 0x7FC00000
+    nan = torch.tensor(math.nan, device="cpu")  # 0x7FC00000
     header = torch.stack((torch.where(constant, 0.0, unit), lo), dim=1)
     header = torch.where(good[:, None], header, nan)
     payload[run.headers : run.headers + HEADER_NBYTES * run.blocks] = header.flatten().view(torch.uint8)
@@ -219,7 +219,7 @@ def _encode_run(run: _Run, x: Tensor, payload: Tensor, rounding: Rounding) -> No
 
 
 def _decode_run(run: _Run, payload: Tensor) -> Tensor:
-    """lo + unit * level in float32, with a rounding after each of the two operations."""
+    """Lo + unit * level in float32, with a rounding after each of the two operations."""
     header = payload[run.headers : run.headers + HEADER_NBYTES * run.blocks].clone().view(torch.float32)
     unit, lo = header.view(-1, 2).unbind(dim=1)
     levels = _unpack(payload[run.levels : run.levels + run.levels_nbytes], run.bits)[: run.numel]
@@ -242,7 +242,7 @@ def _rows(x: Tensor, run: _Run) -> Tensor:
 
 def _pack(levels: Tensor, bits: int) -> Tensor:
     """Levels to one little-endian bit stream: eight levels of b bits are b bytes, and fit one 64-bit word."""
-    groups = torch.zeros(-(-levels.numel() // 8) * 8, dtype=torch.int64)
+    groups = torch.zeros(-(-levels.numel() // 8) * 8, dtype=torch.int64, device="cpu")
     groups[: levels.numel()] = levels
     words = (groups.view(-1, 8) << _shifts(bits)).sum(dim=1)
     return words.view(torch.uint8).view(-1, 8)[:, :bits].flatten()
@@ -250,16 +250,16 @@ def _pack(levels: Tensor, bits: int) -> Tensor:
 
 def _unpack(stream: Tensor, bits: int) -> Tensor:
     """The inverse of `_pack`, with up to seven levels too many at the end."""
-    groups = torch.zeros(-(-stream.numel() // bits) * bits, dtype=torch.uint8)
+    groups = torch.zeros(-(-stream.numel() // bits) * bits, dtype=torch.uint8, device="cpu")
     groups[: stream.numel()] = stream
-    words = torch.zeros(groups.numel() // bits, 8, dtype=torch.uint8)
+    words = torch.zeros(groups.numel() // bits, 8, dtype=torch.uint8, device="cpu")
     words[:, :bits] = groups.view(-1, bits)
     levels: Tensor = words.view(torch.int64) >> _shifts(bits) & (2**bits - 1)
     return levels.flatten()
 
 
 def _shifts(bits: int) -> Tensor:
-    return torch.arange(0, 8 * bits, bits, dtype=torch.int64)
+    return torch.arange(0, 8 * bits, bits, dtype=torch.int64, device="cpu")
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -268,12 +268,12 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
-    return x * torch.tensor(scale, dtype=x.dtype)
+    return x * torch.tensor(scale, dtype=x.dtype, device="cpu")
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     """To the dtype, nearest even. NaN becomes the quiet one: the bits that torch makes depend on the CPU."""
-    return torch.where(torch.isnan(x), torch.tensor(math.nan, dtype=dtype), x.to(dtype))
+    return torch.where(torch.isnan(x), torch.tensor(math.nan, dtype=dtype, device="cpu"), x.to(dtype))
 
 
 def _check_dtype(piece: Piece, values: Tensor) -> None:

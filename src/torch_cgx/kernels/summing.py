@@ -29,7 +29,7 @@ class Total:
     values: Tensor
     start: int
     pieces: tuple[Piece, ...]  # as `values` has them
-    _quantized: tuple[Piece, ...]
+    quantized: tuple[Piece, ...]  # but for their raw tails
     _with_raw: tuple[Piece, ...]
 
     @classmethod
@@ -46,8 +46,9 @@ class Total:
             self.values[span] = values[self.start + piece.offset : self.start + piece.offset + piece.numel]
 
     def hand_out(self, values: Tensor, scale: float) -> None:
-        """Write it, scaled and rounded to the dtype once, over the pieces' values. A NaN becomes the quiet one, so that
-        the same payloads make the same bits on every host.
+        """Write it, scaled and rounded to the dtype once, over the pieces' values.
+
+        A NaN becomes the quiet one, so that the same payloads make the same bits on every host.
         """
         self.values.mul_(scale)
         for piece in self.pieces:
@@ -73,7 +74,7 @@ def _add_narrow(kernels: _Decodes, total: Total, payloads: Sequence[Tensor], dty
     arrived = torch.empty(values.numel() if total._with_raw else 0, dtype=dtype, device=values.device)
     for number, payload in enumerate(payloads):
         add = begun or number > 0
-        kernels.decode(total._quantized, payload, values, add=add)
+        kernels.decode(total.quantized, payload, values, add=add)
         kernels.decode(total._with_raw, payload, arrived)
         for piece in total._with_raw:
             end = piece.offset + piece.numel

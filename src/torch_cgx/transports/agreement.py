@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from torch_cgx.answers import read_answer
 from torch_cgx.errors import TransportError
+from torch_cgx.group.bootstrap.store_json import read_answer
 
 __all__ = ["exchange", "raise_first_problem"]
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
+from torch_cgx import _native
 from torch_cgx.errors import TransportError
 from torch_cgx.transports import Transport, mpi_process
 from torch_cgx.transports.agreement import exchange
@@ -35,6 +36,8 @@ def check_choice(variable: str, name: str | None) -> None:
         problem = mpi_process.problem_here()
         if problem:
             raise ValueError(f"{variable}=MPI: {problem}; or set {variable}=GLOO")
+    if name == "TCP" and not _native.shares_memory():
+        raise ValueError(f"{variable}=TCP needs the native library: reinstall torch_cgx where a C++ compiler is")
 
 
 def open_transport(
@@ -59,4 +62,5 @@ def open_transport(
 
 def describe() -> dict[str, str]:
     """By name, what `cgx doctor` says of each transport in a process like this one."""
-    return {"GLOO": "available", "MPI": mpi_process.describe()}
+    tcp = "available" if _native.shares_memory() else "needs the native library"
+    return {"TCP": tcp, "GLOO": "available", "MPI": mpi_process.describe()}

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch import Tensor, empty, uint8
+import torch
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo
 
@@ -117,9 +118,10 @@ class _Message:
 
     def _translated(self, error: RuntimeError, waited_s: float) -> CGXError:
         # After one message's time-out, which closes all connections, the others say "Application timeout".
-        kind = CGXTimeoutError if "imed out" in str(error) or "timeout" in str(error) else PeerLostError
+        is_timeout = "imed out" in str(error) or "timeout" in str(error)
+        kind, ended = (CGXTimeoutError, "Timed out") if is_timeout else (PeerLostError, "gave up")
         ours = kind(
-            f"{self._transport.in_words(self._what)}: gave up after {waited_s:.1f} s. Look at that rank's output, "
+            f"{self._transport.in_words(self._what)}: {ended} after {waited_s:.1f} s. Look at that rank's output, "
             f"then restart all ranks. Gloo says: {error}"
         )
         ours.__cause__ = error
@@ -199,7 +201,7 @@ def hang_up(group: Any) -> None:
 
     The first wait that times out closes them all; one for a peer that is gone already raises, and closes nothing.
     """
-    nothing = empty(0, dtype=uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):

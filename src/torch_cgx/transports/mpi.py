@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from torch_cgx.answers import check_fields
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError
+from torch_cgx.group.bootstrap.store_json import check_fields
 from torch_cgx.transports import TAGS, Pending, mpi_process
 from torch_cgx.transports.agreement import exchange, raise_first_problem
 
@@ -36,7 +36,9 @@ _ADVICE = "Look at that rank's output, then restart all ranks."
 
 
 def open_mpi(store: Store, rank: int, world: int, timeout: timedelta, global_ranks: Sequence[int]) -> MpiTransport:
-    """Between exactly these ranks of MPI_COMM_WORLD. They tell each other through the store:
+    """Open a transport between exactly these ranks of MPI_COMM_WORLD.
+
+    They tell each other through the store:
 
     1. whether MPI may be initialised at all, since doing so in the wrong place aborts the process;
     2. which rank of MPI_COMM_WORLD each of them is, for the group may number them otherwise.
@@ -97,7 +99,7 @@ class _Message:
         while not self.done():
             waited_s = time.monotonic() - started
             if waited_s > self._transport.timeout.total_seconds():
-                self._give_up(CGXTimeoutError, f"gave up after {waited_s:.1f} s")
+                self._give_up(CGXTimeoutError, f"Timed out after {waited_s:.1f} s")
             elif waited_s > look_s:
                 look_s = waited_s + _LOOK_S
                 if self._transport.has_left(self.peer):

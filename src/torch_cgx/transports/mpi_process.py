@@ -30,7 +30,7 @@ __all__ = [
     "stranded",
 ]
 
-INSTALL = "pip install pytorch-cgx[mpi]"
+INSTALL = "pip install '.[mpi]' in a checkout of torch_cgx"
 
 # What an MPI launcher sets for each process that it starts; srun sets one of the last two where it serves MPI.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")

@@ -32,8 +32,9 @@ def limit(group: Any, timeout: timedelta) -> None:
 
 
 class NcclExchange:
-    """Implements `torch_cgx.transports.Exchange`; `group` is a ProcessGroupNCCL, or has its `alltoall`. `owned`: it is
-    the exchange's alone, and ends with it; else whoever made it ends it.
+    """Implement `torch_cgx.transports.Exchange` over a ProcessGroupNCCL, or a group that has its `alltoall`.
+
+    `owned`: the group is the exchange's alone and ends with it.
 
     `ranks` are those that the group consists of, as the exchange numbers them; nobody has payloads for others.
     The group may carry other collectives too, from the same thread. Where ranks lose step, NCCL's watchdog ends the

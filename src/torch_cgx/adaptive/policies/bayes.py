@@ -76,7 +76,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ImportError("the policy \"bayes\" needs optuna: pip install 'pytorch-cgx[bayes]'") from error
+        raise ImportError("the policy \"bayes\" needs optuna: pip install 'optuna>=5'") from error
     return optuna
 
 

@@ -1,0 +1,471 @@
+#include "group.h"
+
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "waiting.h"
+
+namespace cgx {
+namespace {
+
+constexpr int kThreadNice = -5;
+
+uint64_t fingerprint_of(const cgx_call& call, int64_t sequence) {
+  uint64_t hash = 0xCBF29CE484222325ull ^ static_cast<uint64_t>(sequence);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(&call);
+  for (size_t i = 0; i < sizeof call; ++i) hash = (hash ^ bytes[i]) * 0x100000001B3ull;
+  return hash;
+}
+
+}  // namespace
+
+Group::Group(Segment control, bool linked, int64_t rank, int64_t world, const int32_t* global_ranks,
+             const cgx_means& means, int64_t segment_limit_nbytes)
+    : layout_(world),
+      control_segment_(std::move(control)),
+      control_(reinterpret_cast<Control*>(control_segment_.data())),
+      ranks_(reinterpret_cast<RankControl*>(control_segment_.data() + layout_.ranks_at)),
+      flags_(reinterpret_cast<Flag*>(control_segment_.data() + layout_.flags_at)),
+      board_(control_, layout_, rank),
+      linked_(linked),
+      rank_(rank),
+      world_(world),
+      global_ranks_(global_ranks, global_ranks + world),
+      means_(means),
+      segment_limit_nbytes_(segment_limit_nbytes),
+      owner_pid_(getpid()),
+      watch_(world),
+      links_(static_cast<size_t>(world)),
+      waited_ns_(static_cast<size_t>(world)) {
+  cpu_set_t cores;
+  const int64_t n_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+  // Spinning pays while the peer runs on another core; with more ranks than cores it keeps the peer from running.
+  // Then it gives way to the peer for a while before it sleeps: four ranks on two cores need 130 us for 64 KB without,
+  // 50 us with it. Where every rank has a core there is no peer to give way to, only threads of the user's.
+  // Of linked ranks nobody knows here which share cores.
+  const bool crowded = !linked && n_cores < world;
+  spin_ns_ = crowded ? 2000 : 50000;
+  yield_ns_ = crowded ? 200000 : 0;
+  RankControl& me = ranks_[rank];
+  me.pid.store(owner_pid_);
+  me.start_time.store(process_start_time(owner_pid_));
+  me.life.store(kPresent, std::memory_order_release);
+  if (linked_) {
+    holder_bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    thread_bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (holder_bell_ < 0 || thread_bell_ < 0) throw std::runtime_error("cannot make an eventfd: too many open files?");
+  }
+}
+
+void Group::start(const char* operations, const char* dtypes, const char* reductions) {
+  board_.set_names(operations, dtypes, reductions);
+  thread_ = std::thread([this] {
+    // Where the system allows it, this thread comes before the user's busy ones: all ranks wait for the last of its
+    // kind.
+    setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kThreadNice);
+    linked_ ? work_linked() : work();
+  });
+}
+
+Group::~Group() {
+  close();
+  if (holder_bell_ >= 0) ::close(holder_bell_);
+  if (thread_bell_ >= 0) ::close(thread_bell_);
+}
+
+// ---- the queue ----
+
+int64_t Group::note(const cgx_call& call) {
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  return board_.note(call);
+}
+
+int64_t Group::submit(const cgx_call& call, cgx_submission* what) {
+  if (closed_.load()) return CGX_ERROR_CLOSED;
+  if (status_.load() != CGX_OK) return status_.load();
+  const bool runs_here = linked_ || (what->plan && what->plan->in_slice_order && what->plan->ring == 2);
+  if (!runs_here) return CGX_ERROR_ARGUMENT;
+  Operation op;
+  op.what = *what;
+  op.call = call;
+  op.submitted_ns = now_ns();
+  what->completed = completed();
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  op.sequence = board_.note(call);
+  op.fingerprint = fingerprint_of(call, op.sequence);
+  op.what.rounding.op = static_cast<uint64_t>(op.sequence);
+  op.number = ++submitted_;
+  queue_.push_back(op);
+  what->sequence = op.sequence;
+  if (what->wake && !thread_wanted_) wake_thread();
+  return op.number;
+}
+
+void Group::kick() {
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  wake_thread();
+}
+
+void Group::wake_thread() {
+  thread_wanted_ = true;
+  if (linked_)
+    eventfd_write(thread_bell_, 1);
+  else
+    work_arrived_.notify_one();
+}
+
+void Group::work() {
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(queue_mutex_);
+      work_arrived_.wait(lock, [this] { return stopping_ || thread_wanted_; });
+      if (stopping_) return;
+      thread_wanted_ = false;
+    }
+    {
+      std::lock_guard<std::mutex> role(role_);
+      run_queue(INT64_MAX, INT64_MAX);
+    }
+    // A caller that came while the role was taken sleeps, and relies on this thread for what it has queued.
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    thread_wanted_ = thread_wanted_ || !queue_.empty();
+  }
+}
+
+int Group::wait(int64_t number, int64_t slice_ms) {
+  const int64_t until_ns = now_ns() + slice_ms * 1000000;
+  for (;;) {
+    if (completed() >= number) return CGX_OK;
+    if (slice_ms == 0 && status_.load() == CGX_OK && !closed_.load()) {  // only a look: others do the work
+      kick();
+      return CGX_PENDING;
+    }
+    const int status = status_.load(std::memory_order_acquire);
+    if (status != CGX_OK) {
+      // The holder of the role may be in the middle of this operation. Once it has let go, nobody touches tensors or
+      // plans again, and the caller may free them.
+      std::lock_guard<std::mutex> role(role_);
+      return status;
+    }
+    if (closed_.load()) return CGX_ERROR_CLOSED;
+    if (role_.try_lock()) {
+      run_queue(number, until_ns);
+      role_.unlock();
+      std::lock_guard<std::mutex> lock(queue_mutex_);
+      if (!queue_.empty()) wake_thread();  // what this caller leaves behind is the thread's
+    } else {
+      std::unique_lock<std::mutex> lock(queue_mutex_);
+      const auto slice = std::chrono::nanoseconds(std::max<int64_t>(0, until_ns - now_ns()));
+      work_done_.wait_for(lock, slice,
+                          [&] { return completed() >= number || status_.load() != CGX_OK || closed_.load(); });
+    }
+    if (completed() < number && status_.load() == CGX_OK && now_ns() >= until_ns) return CGX_PENDING;
+  }
+}
+
+int Group::run_queue(int64_t target, int64_t until_ns) {
+  while (completed() < target) {
+    if (closed_.load()) return CGX_ERROR_CLOSED;
+    Operation* op;
+    {
+      std::lock_guard<std::mutex> lock(queue_mutex_);
+      if (queue_.empty()) return CGX_OK;
+      op = &queue_.front();  // stays valid: only the holder of the role pops, and a deque's ends do not move it
+    }
+    const int status = status_.load() == CGX_OK ? advance(*op, until_ns) : status_.load();
+    if (status == CGX_PENDING) return status;
+    if (status == CGX_OK) finish(*op);
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    if (status == CGX_OK) {
+      completed_.store(op->number, std::memory_order_release);
+      queue_.pop_front();
+    } else {
+      for (const Operation& each : queue_) keep(record_of(each, CGX_RECORD_FAILED));
+      queue_.clear();
+    }
+    current_ = nullptr;
+    work_done_.notify_all();
+    if (status != CGX_OK) return status;
+  }
+  return CGX_OK;
+}
+
+void Group::finish(const Operation& op) {
+  count(kOperations, op.what.plan != nullptr);
+  count(kCompressed, op.what.compressed);
+  count(kBefore, op.what.bytes_before);
+  count(kAfter, op.what.bytes_after);
+  cgx_record record = record_of(op, CGX_RECORD_DONE);
+  record.finished_ns = now_ns();
+  keep(record);
+}
+
+// ---- running one operation ----
+
+int Group::advance(Operation& op, int64_t until_ns) {
+  if (op.started_ns == 0) {
+    op.started_ns = now_ns();
+    std::fill(waited_ns_.begin(), waited_ns_.end(), 0);
+    if (linked_) begin_linked(op);
+  }
+  current_ = &op;
+  if (!op.what.plan) return agree(op, until_ns);
+  const cgx_plan& plan = *op.what.plan;
+  const int ready = ensure_segment(op, until_ns);
+  if (ready != CGX_OK) return ready;
+  for (; op.step < plan.steps.size(); ++op.step) {
+    const cgx_step& step = plan.steps[op.step];
+    const int64_t slice = plan.slice_of(step);
+    int status = begin_slices(op, slice + 1, until_ns);
+    if (status == CGX_OK) status = execute(op, step, until_ns);
+    if (status != CGX_OK) return status;
+    if (--progress_[static_cast<size_t>(slice)].steps_left == 0) finish_slice();
+  }
+  const int status = begin_slices(op, plan.n_slices, until_ns);  // those in which this rank has nothing to do
+  return status == CGX_OK && linked_ ? flush(op, until_ns) : status;
+}
+
+int Group::begin_slices(Operation& op, int64_t end, int64_t until_ns) {
+  const cgx_plan& plan = *op.what.plan;
+  while (op.begun < end) {
+    const int status = wait_for_room(op, op.begun, until_ns);
+    if (status != CGX_OK) return status;
+    if (op.begun == 0) progress_.resize(static_cast<size_t>(plan.n_slices));
+    const int64_t steps = plan.slice_steps[static_cast<size_t>(op.begun)];
+    progress_[static_cast<size_t>(op.begun)] = {steps, 0};
+    ++op.begun;
+    ++slice_number_;
+    if (steps == 0) finish_slice();
+  }
+  return CGX_OK;
+}
+
+// The part of the memory that this slice will use must have been left by the slice before it there.
+int Group::wait_for_room(Operation& op, int64_t slice, int64_t until_ns) {
+  if (linked_) {
+    const int64_t earlier = slice - op.what.plan->ring;
+    return earlier < 0 ? CGX_OK : wait_for(op, freed_, static_cast<uint64_t>(earlier) + 1, peer_with_queue(), until_ns);
+  }
+  const uint64_t next = slice_number_ + 1;
+  if (next <= 2) return CGX_OK;
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    const int status = wait_for(op, ranks_[peer].done, next - 2, peer, until_ns);
+    if (status != CGX_OK) return status;
+  }
+  return CGX_OK;
+}
+
+void Group::finish_slice() {
+  if (linked_) return free_slices();
+  ranks_[rank_].done.store(slice_number_, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int64_t peer = 0; peer < world_; ++peer) ring(peer);
+}
+
+uint8_t* Group::slot_data(const Operation& op, int64_t slot) const {
+  const cgx_slot& at = op.what.plan->slots[static_cast<size_t>(slot)];
+  const int64_t part =
+      linked_ ? at.slice % op.what.plan->ring * op.what.plan->part_nbytes : (slice_number_ & 1) * (data_.nbytes() / 2);
+  return data_.data() + part + at.offset;
+}
+
+std::vector<const uint8_t*> Group::input_data(const Operation& op, const cgx_step& step) const {
+  std::vector<const uint8_t*> payloads(static_cast<size_t>(step.n_inputs));
+  for (size_t i = 0; i < payloads.size(); ++i)
+    payloads[i] = slot_data(op, op.what.plan->inputs[static_cast<size_t>(step.first_input) + i]);
+  return payloads;
+}
+
+int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
+  const cgx_plan& plan = *op.what.plan;
+  const cgx_slot& slot = plan.slots[static_cast<size_t>(step.slot)];
+  const cgx_piece* pieces = plan.pieces.data() + step.first_piece;
+  cgx_rounding rounding = op.what.rounding;
+  rounding.rank = static_cast<uint32_t>(rank_);
+  const int64_t begin_ns = now_ns();
+  const auto timed = [&](Counter counter) {
+    const int64_t elapsed_ns = now_ns() - begin_ns;
+    count(counter, elapsed_ns);
+    op.phase_ns[counter - kEncodeNs] += elapsed_ns;
+  };
+  int status = CGX_OK;
+  switch (step.kind) {
+    case CGX_STEP_ENCODE:
+      rounding.stage = 0;
+      status = cgx_encode(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, slot_data(op, step.slot),
+                          &rounding, op.what.residual);
+      timed(kEncodeNs);
+      break;
+    case CGX_STEP_SEND:
+      count(kSent, slot.nbytes);
+      op.sent_nbytes += slot.nbytes;
+      if (linked_) {
+        send_payload(op, step, slot);
+        return CGX_OK;
+      }
+      if (slot.writer == rank_) {  // what is only passed on is there already, for all to read
+        flag(rank_, slot.flag).fingerprint[slice_number_ & 1].store(op.fingerprint, std::memory_order_relaxed);
+        flag(rank_, slot.flag).slice.store(slice_number_, std::memory_order_release);
+      }
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      // Whoever waits for this payload waits on its writer, though another may have to pass it on.
+      for (int64_t peer = 0; peer < world_; ++peer)
+        if (peer != rank_ && (slot.writer == rank_ || peer == step.peer)) ring(peer);
+      return CGX_OK;
+    case CGX_STEP_RECEIVE: {
+      if (linked_) {
+        const int waited = wait_for(op, arrived_[static_cast<size_t>(step.slot)], 1, step.peer, until_ns);
+        count(kWaitNs, now_ns() - begin_ns);
+        return waited;
+      }
+      const Flag& theirs = flag(slot.writer, slot.flag);
+      const int waited = wait_for(op, theirs.slice, slice_number_, slot.writer, until_ns);
+      count(kWaitNs, now_ns() - begin_ns);
+      // The payload of another call must not be read. The writer cannot be two slices ahead, so its mark is still
+      // there.
+      if (waited == CGX_OK && theirs.fingerprint[slice_number_ & 1].load(std::memory_order_relaxed) != op.fingerprint)
+        return fail_mismatch(slot.writer, op.sequence);
+      return waited;
+    }
+    case CGX_STEP_REDUCE: {
+      const std::vector<const uint8_t*> payloads = input_data(op, step);
+      rounding.stage = 1;
+      status = cgx_reduce(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
+                          step.partial ? 1.0 : op.what.scale, slot_data(op, step.slot), &rounding, op.what.residual);
+      timed(kReduceNs);
+      break;
+    }
+    case CGX_STEP_SUM: {
+      const std::vector<const uint8_t*> payloads = input_data(op, step);
+      status = op.what.share ? cgx_sum(&means_, plan.dtype, pieces, step.n_pieces, op.what.share, payloads.data(),
+                                       step.n_inputs, op.what.scale)
+                             : CGX_ERROR_ARGUMENT;
+      timed(kReduceNs);
+      break;
+    }
+    default:
+      status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values, 0);
+      timed(kDecodeNs);
+      break;
+  }
+  if (status != CGX_OK) fail(status, name(rank_) + ": the kernels refused " + operation_name(op));
+  return status;
+}
+
+// ---- the data segment ----
+
+// Every rank comes here with the same need, because plans are the same on all. Rank 0 makes a larger segment; the
+// others map it; once all have, its name is removed.
+int Group::ensure_segment(Operation& op, int64_t until_ns) {
+  const int64_t needed = op.what.plan->ring * op.what.plan->part_nbytes;
+  if (linked_) return ensure_private(needed);
+  if (needed <= data_.nbytes() && !created_generation_) return CGX_OK;
+  if (rank_ == 0) {
+    if (!created_generation_) {
+      if (needed > segment_limit_nbytes_) {
+        fail(CGX_ERROR_SHARED_MEMORY, "an operation needs more shared memory than the group may take");
+        return CGX_ERROR_SHARED_MEMORY;
+      }
+      // Grow at least twofold, so that slowly rising sizes do not allocate each time.
+      const int64_t nbytes = std::min(std::max(needed, 2 * data_.nbytes()), segment_limit_nbytes_) / 128 * 128;
+      std::string segment_name;
+      std::string error = Segment::create(std::max(nbytes, needed), &data_, &segment_name);
+      if (!error.empty() && nbytes > needed) error = Segment::create(needed, &data_, &segment_name);
+      if (!error.empty()) {
+        fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
+        return CGX_ERROR_SHARED_MEMORY;
+      }
+      std::memcpy(control_->data_name, segment_name.c_str(), segment_name.size() + 1);
+      control_->data_nbytes.store(data_.nbytes());
+      control_->generation.store(++generation_, std::memory_order_release);
+      created_generation_ = true;
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      for (int64_t peer = 1; peer < world_; ++peer) ring(peer);
+    }
+    for (int64_t peer = 1; peer < world_; ++peer) {
+      const int status = wait_for(op, ranks_[peer].mapped_generation, generation_, peer, until_ns);
+      if (status == CGX_PENDING) return status;
+      if (status != CGX_OK) {
+        Segment::unlink(control_->data_name);
+        return status;
+      }
+    }
+    Segment::unlink(control_->data_name);
+    created_generation_ = false;
+    return CGX_OK;
+  }
+  const int status = wait_for(op, control_->generation, generation_ + 1, 0, until_ns);
+  if (status != CGX_OK) return status;
+  if (board_.differs(0, op.sequence)) return fail_mismatch(0, op.sequence);
+  const std::string segment_name(control_->data_name, strnlen(control_->data_name, kNameNbytes));
+  const int64_t nbytes = control_->data_nbytes.load();
+  std::string error = nbytes < needed || nbytes > segment_limit_nbytes_
+                          ? "rank 0 made a shared segment of a size that this operation cannot use"
+                          : Segment::open(segment_name, nbytes, &data_);
+  if (!error.empty()) {
+    // A rank 0 that fails or leaves removes the name: then that is what has happened.
+    if (poison_arrived()) return status_.load();
+    if (ranks_[0].life.load(std::memory_order_acquire) == kLeft) return fail_lost(0, operation_name(op));
+    fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
+    return CGX_ERROR_SHARED_MEMORY;
+  }
+  ranks_[rank_].mapped_generation.store(++generation_, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  ring(0);
+  return CGX_OK;
+}
+
+// ---- the rest ----
+
+cgx_stats Group::stats() const {
+  const auto value = [this](Counter counter) { return counters_[counter].load(std::memory_order_relaxed); };
+  return {value(kOperations), value(kCompressed), value(kBefore),   value(kAfter),   value(kSent),
+          value(kEncodeNs),   value(kWaitNs),     value(kReduceNs), value(kDecodeNs)};
+}
+
+void Group::reset_stats() {
+  for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
+}
+
+void Group::close() {
+  if (closed_.exchange(true)) return;
+  if (getpid() != owner_pid_) {  // a forked child has neither the thread nor a place among the ranks
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    stopping_ = true;
+    wake_thread();
+    work_done_.notify_all();
+  }
+  ranks_[rank_].bell.fetch_add(1);
+  futex_wake(&ranks_[rank_].bell);
+  if (linked_) ring_holder();
+  if (thread_.joinable()) thread_.join();
+  // Whoever waited may have been running an operation: tensors may go only when nobody does any more.
+  std::lock_guard<std::mutex> role(role_);
+  {
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    for (const Operation& each : queue_) keep(record_of(each, CGX_RECORD_FAILED));
+    queue_.clear();
+  }
+  ranks_[rank_].life.store(kLeft, std::memory_order_release);
+  if (linked_) return leave_links();
+  if (created_generation_) Segment::unlink(control_->data_name);
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    ranks_[peer].bell.fetch_add(1);
+    futex_wake(&ranks_[peer].bell);
+  }
+}
+
+}  // namespace cgx

@@ -1,0 +1,105 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "segment/control.h"
+
+namespace {
+
+bool range_inside(int64_t first, int64_t count, size_t size) {
+  return first >= 0 && count >= 0 && first <= static_cast<int64_t>(size) - count;
+}
+
+int64_t payload_end(const cgx_plan& plan, const cgx_step& step) {
+  int64_t end = 0;
+  for (int64_t i = 0; i < step.n_pieces; ++i) {
+    const cgx_piece& piece = plan.pieces[static_cast<size_t>(step.first_piece + i)];
+    const int64_t nbytes = cgx_piece_payload_nbytes(&piece, plan.dtype);
+    if (nbytes < 0) return INT64_MAX;
+    end = std::max(end, piece.payload + nbytes);
+  }
+  return end;
+}
+
+}  // namespace
+
+bool cgx_plan::consistent(int64_t world, int64_t flags_per_rank) const {
+  if (n_slices < 0 || ring < 2 || part_nbytes < 0 || slots.size() > UINT32_MAX) return false;
+  std::vector<bool> received(slots.size());
+  for (const cgx_slot& slot : slots) {
+    if (slot.offset < 0 || slot.nbytes < 0 || slot.offset > part_nbytes - slot.nbytes) return false;
+    if (slot.slice < 0 || slot.slice >= n_slices) return false;
+    if (slot.writer < 0 || slot.writer >= world || slot.flag < 0 || slot.flag >= flags_per_rank) return false;
+  }
+  const auto is_slot = [&](int64_t i) { return i >= 0 && i < static_cast<int64_t>(slots.size()); };
+  const auto fits = [&](const cgx_step& step, int64_t slot) {
+    return range_inside(step.first_piece, step.n_pieces, pieces.size()) &&
+           payload_end(*this, step) <= slots[static_cast<size_t>(slot)].nbytes;
+  };
+  for (const cgx_step& step : steps) {
+    if (!is_slot(step.slot)) return false;
+    switch (step.kind) {
+      case CGX_STEP_SEND:
+      case CGX_STEP_RECEIVE:
+        if (step.peer < 0 || step.peer >= world) return false;
+        if (step.kind == CGX_STEP_RECEIVE) {
+          if (received[static_cast<size_t>(step.slot)]) return false;
+          received[static_cast<size_t>(step.slot)] = true;
+        }
+        break;
+      case CGX_STEP_REDUCE:
+      case CGX_STEP_SUM:
+        if (step.n_inputs < 1 || !range_inside(step.first_input, step.n_inputs, inputs.size())) return false;
+        for (int64_t i = 0; i < step.n_inputs; ++i)
+          if (const int64_t input = inputs[static_cast<size_t>(step.first_input + i)];
+              !is_slot(input) || !fits(step, input))
+            return false;
+        [[fallthrough]];
+      case CGX_STEP_ENCODE:
+      case CGX_STEP_DECODE:
+        if (!fits(step, step.slot)) return false;
+        break;
+      default:
+        return false;
+    }
+  }
+  return true;
+}
+
+void cgx_plan::index() {
+  slice_steps.assign(static_cast<size_t>(n_slices), 0);
+  from.assign(slots.size(), -1);
+  in_slice_order = true;
+  int64_t latest = 0;
+  for (const cgx_step& step : steps) {
+    const int64_t slice = slice_of(step);
+    ++slice_steps[static_cast<size_t>(slice)];
+    in_slice_order = in_slice_order && slice >= latest;
+    latest = slice;
+    if (step.kind == CGX_STEP_RECEIVE) from[static_cast<size_t>(step.slot)] = step.peer;
+  }
+}
+
+cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,
+                       int64_t n_slots, const int64_t* inputs, int64_t n_inputs, const cgx_step* steps, int64_t n_steps,
+                       int64_t n_slices, int64_t ring, int64_t part_nbytes) try {
+  using cgx::ControlLayout;
+  auto plan = std::make_unique<cgx_plan>();
+  plan->dtype = dtype;
+  plan->pieces.assign(pieces, pieces + n_pieces);
+  plan->slots.assign(slots, slots + n_slots);
+  plan->inputs.assign(inputs, inputs + n_inputs);
+  plan->steps.assign(steps, steps + n_steps);
+  plan->n_slices = n_slices;
+  plan->ring = ring;
+  plan->part_nbytes = part_nbytes;
+  if (!plan->consistent(world, ControlLayout(world).flags_per_rank)) return nullptr;
+  plan->index();
+  return plan.release();
+} catch (const std::bad_alloc&) {
+  return nullptr;
+}
+
+void cgx_plan_free(cgx_plan* plan) { delete plan; }

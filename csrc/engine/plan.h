@@ -1,0 +1,28 @@
+// What one rank does in one operation, checked once so that the executor can trust it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cgx.h"
+
+struct cgx_plan {
+  int dtype;
+  std::vector<cgx_piece> pieces;
+  std::vector<cgx_slot> slots;
+  std::vector<int64_t> inputs;
+  std::vector<cgx_step> steps;
+  int64_t n_slices;
+  int64_t ring;
+  int64_t part_nbytes;
+
+  // Found when the plan is made.
+  std::vector<int64_t> slice_steps;  // by slice: how many steps it has
+  std::vector<int64_t> from;         // by slot: the peer that it is received from; -1: it is not
+  bool in_slice_order;
+
+  int64_t slice_of(const cgx_step& step) const { return slots[static_cast<size_t>(step.slot)].slice; }
+  // Whether every index, offset and peer is inside its table, slot and world, and no slot is received twice.
+  bool consistent(int64_t world, int64_t flags_per_rank) const;
+  void index();
+};

@@ -1,0 +1,1 @@
+"""`cgx bench`: measure, with the result checked first."""

@@ -1,0 +1,318 @@
+"""What one rank does in `cgx bench allreduce`: check every backend's result, then time all of them in turn.
+
+All backends are measured in the same processes, each on a group of its own, so that they meet the same
+machine in the same minute. Printing, files and starting processes are the parent's part (bench.py,
+processes.py).
+
+Per size of tensor:
+1. Check: one all_reduce of random values on every backend, against the sum in float64, and bit for bit
+   between ranks. A wrong sum ends the run: the speed of a wrong answer is of no interest.
+2. Warm up, estimate the time of one operation and agree on it (the slowest rank's counts), and from that on
+   the length of a batch and the number of batches.
+3. Batches, the backends in turn and every other round in reverse order. A batch restores the values (growing
+   sums would overflow), does one operation that is not timed (it brings the ranks together), then times
+   `ops_per_batch` operations one after the other. There is no barrier between operations: it would measure
+   its own skew. Between nodes a batch begins with empty token buckets: what a link had saved while it was idle
+   would carry the first operations faster than its rate.
+4. With busy: the same operation asynchronously, while the main thread is quiet or busy (busy.py).
+
+Time of a batch: its slowest rank's. Median: of batches, divided by their operations. p95: of single
+operations on rank 0.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torch_cgx
+from torch_cgx.cli import gpus, hosts
+from torch_cgx.cli.bench import busy
+from torch_cgx.cli.gpus import Place
+from torch_cgx.cli.link import count_link_nbytes
+from torch_cgx.cli.processes import Message, Report, join_world
+from torch_cgx.cli.registry import CommandFailed
+
+TIMEOUT_S = 120.0
+BATCH_S = 0.020
+SLOW_S = 0.5
+"""An operation that takes so long, as on a slow link, hardly notices what is allocated on first use."""
+MIN_OPS, MIN_BATCHES, MAX_BATCHES = 2, 5, 50
+DRAIN_NBYTES = 4 * hosts.BURST_NBYTES
+PROGRESS_EVERY_S = 0.25
+"""Not more often: on a small machine the parent's bar would take time from the ranks."""
+CHECK_NUMEL = 1 << 20
+"""Values that are checked at a time, to keep the float64 copies small."""
+
+EXPONENTS = {torch.float32: (-100, 110), torch.bfloat16: (-100, 110), torch.float16: (-8, 13)}
+"""Powers of two between which values may grow in a batch: no denormals first, no infinity last."""
+
+
+class WrongResult(CommandFailed):
+    """A backend's sum is not what it must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured; the same on all ranks."""
+
+    bits: int
+    bucket_size: int
+    dtype: str
+    sizes: tuple[int, ...]  # bytes of the tensor
+    against: tuple[str, ...]  # backends beside cgx
+    seconds: float  # to spend on one size of one backend
+    busy: bool
+    nodes: int = 1
+    device: str = "cpu"
+    timeout_s: float = TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    backend: str
+    group: dist.ProcessGroup
+    place: Place
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
+        self.place.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    relative_error: float  # |result - exact| / |exact|, Euclidean norms
+    max_error: float
+    max_error_allowed: float
+    same_bits: bool  # on all ranks
+    sent_nbytes: float | None  # by this rank for one operation, where it is known
+
+
+def run(arguments: Message, report: Report) -> Message:
+    plan = Plan(**{**arguments, "sizes": tuple(arguments["sizes"]), "against": tuple(arguments["against"])})
+    join_world(TIMEOUT_S)
+    contestants = _contestants(plan)
+    cells: list[Message] = []
+    busy_cells: list[Message] = []
+    for index, nbytes in enumerate(plan.sizes):
+        progress = _SizeProgress(report, index, len(plan.sizes), nbytes)
+        progress.at(0.0)
+        cells += _measure(plan, contestants, nbytes, progress)
+        if plan.busy:
+            source = _source(plan, nbytes)
+            for contestant in contestants:
+                progress.at(1.0)
+                cell = busy.measure(contestant.group, source, agree=_agree, seconds=plan.seconds)
+                busy_cells.append({"nbytes": nbytes, "backend": contestant.backend, **cell})
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"cells": cells, "busy": busy_cells}
+
+
+def check(arguments: Message, report: Report) -> Message:
+    """Only the check of cgx, on one size: for `cgx doctor`. Raises `WrongResult`."""
+    sizes = (arguments.pop("nbytes"),)
+    plan = Plan(**arguments, sizes=sizes, against=(), seconds=0.0, busy=False)
+    join_world(TIMEOUT_S)
+    found, _ = check_cgx(plan)
+    dist.barrier()
+    dist.destroy_process_group()
+    return asdict(found)
+
+
+def check_cgx(plan: Plan) -> tuple[Check, Contestant]:
+    """The check of cgx on the first size, in ranks that have joined, and the group it was made on."""
+    (ours,) = _contestants(plan)
+    return _check(plan, ours, plan.sizes[0]), ours
+
+
+def _contestants(plan: Plan) -> list[Contestant]:
+    torch_cgx.set_default(bits=plan.bits, bucket_size=plan.bucket_size)
+    place = gpus.place_of(plan.device)
+    place.put(torch.empty(1))  # this rank's device is the current one from now on, as NCCL wants it
+    timeout = timedelta(seconds=plan.timeout_s)
+    return [
+        Contestant(backend, dist.new_group(backend=backend, timeout=timeout), place)
+        for backend in ("cgx", *plan.against)
+    ]
+
+
+def _measure(plan: Plan, contestants: list[Contestant], nbytes: int, progress: _SizeProgress) -> list[Message]:
+    checks = [_check(plan, contestant, nbytes) for contestant in contestants]
+    source = _source(plan, nbytes)
+    tensor = source.clone()
+    estimates = [_estimate(plan, contestant, tensor, source) for contestant in contestants]
+    most = _most_ops(source.dtype)
+    ops = [max(MIN_OPS, min(math.ceil(BATCH_S / seconds), most - 1)) for seconds in estimates]
+    round_s = sum(seconds * (count + 1) for seconds, count in zip(estimates, ops, strict=True))
+    batches = max(MIN_BATCHES, min(int(plan.seconds * len(contestants) / round_s), MAX_BATCHES))
+    samples: list[list[list[int]]] = [[] for _ in contestants]
+    on_link = [[0, 0] for _ in contestants]
+    for batch in range(batches):
+        order = range(len(contestants))
+        for which in order if batch % 2 == 0 else reversed(order):
+            op_ns, nbytes_of_link = _batch(plan, contestants[which], tensor, source, ops[which])
+            samples[which].append(op_ns)
+            on_link[which] = [total + more for total, more in zip(on_link[which], nbytes_of_link, strict=True)]
+        progress.at((batch + 1) / batches)
+    return [
+        {
+            "nbytes": nbytes,
+            "numel": source.numel(),
+            "backend": contestant.backend,
+            "check": asdict(checks[which]),
+            "ops_per_batch": ops[which],
+            "op_ns": samples[which],
+            "link_nbytes": [total / (batches * ops[which]) for total in on_link[which]],
+        }
+        for which, contestant in enumerate(contestants)
+    ]
+
+
+def _batch(
+    plan: Plan, contestant: Contestant, tensor: torch.Tensor, source: torch.Tensor, ops: int
+) -> tuple[list[int], tuple[int, int]]:
+    """Nanoseconds of each of `ops` consecutive operations; bytes that crossed this node's link, both ways."""
+    tensor.copy_(source)
+    if plan.nodes > 1:
+        dist.all_reduce(torch.zeros(DRAIN_NBYTES, dtype=torch.uint8))
+    contestant.all_reduce(tensor)
+    sent, received = _link_nbytes(plan)
+    now = time.perf_counter_ns
+    stamps = [now()]
+    for _ in range(ops):
+        contestant.all_reduce(tensor)
+        stamps.append(now())
+    sent_after, received_after = _link_nbytes(plan)
+    return [after - before for before, after in pairwise(stamps)], (sent_after - sent, received_after - received)
+
+
+def _link_nbytes(plan: Plan) -> tuple[int, int]:
+    """Sent and received by this node so far; nothing where all ranks are on one host."""
+    return count_link_nbytes(os.environ["GLOO_SOCKET_IFNAME"]) if plan.nodes > 1 else (0, 0)
+
+
+def _estimate(plan: Plan, contestant: Contestant, tensor: torch.Tensor, source: torch.Tensor) -> float:
+    """Seconds of one operation, the same number on all ranks."""
+    for ops in (2, 3, 10):  # the first rounds pay for what a backend allocates on first use
+        ops = min(ops, _most_ops(tensor.dtype) - 1)
+        times = sorted(_batch(plan, contestant, tensor, source, ops)[0])
+        seconds = _agree(times[len(times) // 2] * 1e-9)
+        if seconds > (BATCH_S if ops > 2 else SLOW_S):
+            break
+    return seconds
+
+
+def _most_ops(dtype: torch.dtype) -> int:
+    """Operations until values that grow with every sum leave the dtype's range."""
+    low, high = EXPONENTS[dtype]
+    return int((high - low) / math.log2(dist.get_world_size()))
+
+
+def _source(plan: Plan, nbytes: int) -> torch.Tensor:
+    """This rank's values at the start of a batch."""
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    values = torch.cat([part for _, part in _parts(dist.get_rank(), nbytes // dtype.itemsize, dtype)])
+    return gpus.place_of(plan.device).put(values.mul_(2.0 ** EXPONENTS[dtype][0]))
+
+
+def _parts(rank: int, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """Random values of any rank, made without communication, in parts: (first index, values)."""
+    for start in range(0, numel, CHECK_NUMEL):
+        generator = torch.Generator().manual_seed(start * 1009 + rank)
+        count = min(CHECK_NUMEL, numel - start)
+        yield start, torch.randn(count, generator=generator).to(dtype)
+
+
+def _agree(value: float) -> float:
+    """The largest of all ranks' values."""
+    shared = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return float(shared)
+
+
+def _check(plan: Plan, contestant: Contestant, nbytes: int) -> Check:
+    """One all_reduce against the sum in float64. Raises `WrongResult` on all ranks alike."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    numel = nbytes // dtype.itemsize
+    reduced = contestant.place.put(torch.cat([part for _, part in _parts(rank, numel, dtype)]))
+    sent_before = _sent_nbytes(contestant)
+    contestant.all_reduce(reduced)
+    sent_after = _sent_nbytes(contestant)
+    result = reduced.cpu()
+
+    error_square = exact_square = max_error = largest = 0.0
+    low = torch.full((world + 1,), math.inf, dtype=torch.float64)  # of every rank's values, and of the sum
+    high = torch.full((world + 1,), -math.inf, dtype=torch.float64)
+    for of_ranks in zip(*(_parts(peer, numel, dtype) for peer in range(world)), strict=True):
+        start = of_ranks[0][0]
+        values = torch.stack([part.double() for _, part in of_ranks])
+        exact = values.sum(0)
+        error = result[start : start + exact.numel()].double() - exact
+        error_square += float(error.square().sum())
+        exact_square += float(exact.square().sum())
+        max_error = max(max_error, float(error.abs().max()))
+        largest = max(largest, float(values.abs().sum(0).max()))
+        both = torch.cat([values, exact[None]])
+        low, high = torch.minimum(low, both.amin(1)), torch.maximum(high, both.amax(1))
+
+    # Adding in the tensor's own dtype rounds once an addition.
+    allowed = world * torch.finfo(dtype).eps * largest
+    if contestant.backend == "cgx" and plan.bits < 32:
+        # A quantized value is off by less than one unit of its block, also in stochastic mode, and no block
+        # has a wider range than the tensor. Contributions are quantized once, and then so is their sum,
+        # whose range their errors may have widened.
+        levels = 2**plan.bits - 1
+        units = (high - low) / levels
+        contributions = float(units[:world].sum())
+        allowed += contributions + float(units[world]) + 2 * contributions / levels
+    reference = result.clone()
+    dist.broadcast(reference, src=0)
+    differs = not torch.equal(reference.view(torch.uint8), result.view(torch.uint8))
+    check = Check(
+        relative_error=math.sqrt(error_square / exact_square),
+        max_error=max_error,
+        max_error_allowed=allowed,
+        same_bits=_agree(float(differs)) == 0.0,
+        sent_nbytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
+    )
+    wrong = not max_error <= allowed  # NaN is wrong too
+    if _agree(float(wrong)) or not check.same_bits:
+        reason = (
+            "ranks hold different bits"
+            if not check.same_bits
+            else f"off by up to {_agree(max_error):.3g}, allowed is {allowed:.3g}"
+        )
+        raise WrongResult(f"all_reduce of {nbytes} bytes with backend {contestant.backend} is wrong: {reason}")
+    return check
+
+
+def _sent_nbytes(contestant: Contestant) -> float | None:
+    """Bytes this rank has sent for the group so far, where the backend counts them."""
+    if contestant.backend != "cgx":
+        return None
+    counts: dict[str, Any] = dict(torch_cgx.stats(contestant.group))
+    return float(counts["bytes_sent"])
+
+
+class _SizeProgress:
+    """Progress of one size as a fraction of all of them, told by rank 0 and not too often."""
+
+    def __init__(self, report: Report, index: int, count: int, nbytes: int) -> None:
+        self._report, self._index, self._count, self._nbytes = report, index, count, nbytes
+        self._next_s = 0.0
+
+    def at(self, fraction: float) -> None:
+        if dist.get_rank() == 0 and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + PROGRESS_EVERY_S
+            self._report({"fraction": (self._index + fraction) / self._count, "nbytes": self._nbytes})

@@ -1,0 +1,1 @@
+"""`cgx doctor`: look at this machine, and try two ranks on it."""

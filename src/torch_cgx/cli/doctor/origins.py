@@ -1,0 +1,98 @@
+"""The settings that a group created now would have, and where each came from: for `cgx doctor`.
+
+Values that are not allowed are complaints here, all of them at once; what the others say is shown all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from torch_cgx import config, scopes
+
+__all__ = ["DEFAULT", "NOT_VALID", "PROGRAM", "VARIABLE", "Setting", "in_force"]
+
+DEFAULT, VARIABLE, PROGRAM, NOT_VALID = "default", "variable", "program", "not valid"
+
+_KNOWN = sorted({name for names in config.VARIABLES.values() for name in names})
+_LONGEST = 60  # characters of a value; paths and names of nodes may have more
+_NOTHING_SAID = {
+    "cross_communicator": "MPI under mpirun, else TCP, or GLOO where nodes have several ranks",
+    "cuda_cross_communicator": "MPI under mpirun, else GLOO",
+    "node_id": "found out",
+    "num_threads": "torch's, at most 4 and this rank's share of cores",
+    "simd": "the best this processor has",
+    "socket_interface": "GLOO_SOCKET_IFNAME's first, else the one towards the store",
+    "trace_folder": "no trace is written",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str  # of the field
+    value: object  # None where the value is not valid, too
+    variable: str  # that decides it, or would
+    origin: str
+
+    @property
+    def field(self) -> str:
+        """Its name as users know it."""
+        return "bucket_size" if self.name == "block" else self.name
+
+    @property
+    def label(self) -> str:
+        """Its own variable, even if another has decided it."""
+        own = config.VARIABLES[self.name][0]
+        return f"{own} (CUDA)" if self.name.startswith("cuda_") else own
+
+    @property
+    def came_from(self) -> str:
+        another = self.variable != config.VARIABLES[self.name][0]
+        return self.variable if another and self.origin == VARIABLE else self.origin
+
+    @property
+    def text(self) -> str:
+        """The value as its variable would have it."""
+        if self.origin == NOT_VALID:
+            return "-"
+        if self.value is None:
+            return _NOTHING_SAID[self.name]
+        if isinstance(self.value, int):  # truth values are some
+            return str(self.value >> 20 if self.name == "fusion_nbytes" else int(self.value))
+        text = str(self.value)
+        text = text if text.isprintable() else ascii(text)
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def in_force(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], list[str]]:
+    """Every setting, and what is wrong with the variables (of this process, where no mapping is given)."""
+    environ = os.environ if environ is None else environ
+    given = {name: environ[name] for name in _KNOWN if environ.get(name, "").strip()}
+    complaints = {name: complaint for name, value in given.items() if (complaint := _complaint(name, value))}
+    valid = {name: value for name, value in given.items() if name not in complaints}
+    values = asdict(config.compression_from_environ(valid)) | asdict(config.Settings.from_environ(valid))
+    program = scopes.asked()
+    settings = []
+    for name, variables in config.VARIABLES.items():
+        variable = next((each for each in variables if each in given), variables[0])
+        origin = VARIABLE if variable in valid else NOT_VALID if variable in complaints else DEFAULT
+        if name in program:
+            settings.append(Setting(name, program[name], variable, PROGRAM))
+        else:
+            settings.append(Setting(name, None if origin == NOT_VALID else values[name], variable, origin))
+    return settings, list(complaints.values())
+
+
+def _complaint(name: str, value: str) -> str:
+    """What is wrong with the value of this one variable, or ""."""
+    from torch_cgx.kernels import native
+
+    try:
+        config.compression_from_environ({name: value})
+        simd = config.Settings.from_environ({name: value}).simd
+        if simd is not None and native.available():
+            native.simd_level(simd)  # raises for a level that this processor does not have
+    except ValueError as error:
+        return str(error)
+    return ""

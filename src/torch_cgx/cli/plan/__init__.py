@@ -1,0 +1,1 @@
+"""`cgx plan`: estimate what compression would gain."""

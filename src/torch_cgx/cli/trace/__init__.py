@@ -1,0 +1,1 @@
+"""`cgx trace`: read the flight recorder's files."""

@@ -1,0 +1,219 @@
+"""A grad bucket as the hook knows it: its layers, their quantizers, and what was seen of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torch_cgx import functional
+from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.config import Compression
+from torch_cgx.ddp.report import LayerReport
+from torch_cgx.plan.layout import Layer
+
+__all__ = ["KnownBucket", "KnownLayer"]
+
+# Measured, in terms of one value of many that lie together: what looking at one value by its position costs, and what a
+# range of values costs before its first.
+_POSITION_COST = 32
+_RANGE_COST = 8192
+
+
+@dataclass(slots=True)
+class KnownLayer:
+    """One parameter's gradient."""
+
+    name: str
+    parameter: Tensor
+    start: int  # in its grad bucket
+    numel: int
+    compression: Compression
+    is_free: bool = False  # bits are not what somebody asked for, so they may be chosen
+    relative_error: float | None = None
+    nonfinite_step: int | None = None
+    nonfinite_here: int | None = None
+    nonfinite_elsewhere: bool = False
+
+    def take_over(self, before: KnownLayer) -> None:
+        """What was seen of it while it lay in another grad bucket."""
+        if before.compression == self.compression:
+            self.relative_error = before.relative_error
+        self.nonfinite_step = before.nonfinite_step
+        self.nonfinite_here = before.nonfinite_here
+        self.nonfinite_elsewhere = before.nonfinite_elsewhere
+
+    def change_to(self, compression: Compression) -> None:
+        if compression != self.compression:
+            self.compression = compression
+            self.relative_error = None  # it was the other's
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Its average was not finite, and whether that came from here is not known."""
+        return self.nonfinite_step is not None and self.nonfinite_here is None and not self.nonfinite_elsewhere
+
+    def of(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.start + self.numel]
+
+    def own_gradient(self, buffer: Tensor) -> Tensor | None:
+        """What this rank put into the average, where DDP keeps it outside of the grad bucket."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+            return None
+        return gradient
+
+    def report(self, itemsize: int, quantizer: MaxMin | Identity) -> LayerReport:
+        return LayerReport(
+            name=self.name,
+            numel=self.numel,
+            bits=quantizer.bits,
+            bytes_exact=self.numel * itemsize,
+            bytes_sent=quantizer.payload_nbytes(self.numel, itemsize),
+            relative_error=self.relative_error,
+            nonfinite_step=self.nonfinite_step,
+            nonfinite_here=self.nonfinite_here,
+            nonfinite_elsewhere=self.nonfinite_elsewhere,
+        )
+
+
+@dataclass(slots=True)
+class KnownBucket:
+    """Its layers in order. DDP makes new grad buckets after the first step, and so do we then."""
+
+    dtype: torch.dtype
+    layers: Sequence[KnownLayer]
+    compressible: bool  # values of this type on this device
+    skip_incomplete: bool
+    residual: Tensor | None = None
+    measured: bool = field(init=False)
+    watching: bool = field(init=False)  # a layer is unexplained: look at this rank's own gradients
+    wire_layers: tuple[Layer, ...] = field(init=False)
+    exact_layers: tuple[Layer, ...] = field(init=False)
+    _positions: Tensor = field(init=False)  # tell whether any value is not finite, together with
+    _ranges: list[slice] = field(init=False)  # these
+
+    def __post_init__(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The layers' compressions have been set."""
+        self.measured = all(each.relative_error is not None for each in self.layers if self.quantizer(each).bits != 32)
+        self.watching = any(each.is_unexplained for each in self.layers)
+        self.wire_layers = _joined([Layer(each.numel, self.quantizer(each)) for each in self.layers])
+        self.exact_layers = _joined([Layer(each.numel, Identity()) for each in self.layers])
+        self._positions, self._ranges = _telling(self.wire_layers)
+
+    @property
+    def is_compressed(self) -> bool:
+        return any(layer.quantizer.bits != 32 for layer in self.wire_layers)
+
+    @property
+    def compressed_spans(self) -> list[slice]:
+        """Return the spans of the compressed layers."""
+        compressed = [layer for layer in self.layers if self.quantizer(layer).bits != 32]
+        return [slice(layer.start, layer.start + layer.numel) for layer in compressed]
+
+    @property
+    def free_layers(self) -> list[KnownLayer]:
+        """Those whose bits may be chosen."""
+        return [layer for layer in self.layers if layer.is_free] if self.compressible else []
+
+    def quantizer(self, layer: KnownLayer) -> MaxMin | Identity:
+        bits, block = layer.compression.bits, layer.compression.block
+        return Identity() if bits == 32 or not self.compressible else MaxMin(bits, block, self.skip_incomplete)
+
+    def is_made_of(self, dtype: torch.dtype, parameters: Sequence[Tensor]) -> bool:
+        return (
+            dtype == self.dtype
+            and len(parameters) == len(self.layers)
+            and all(layer.parameter is parameter for layer, parameter in zip(self.layers, parameters, strict=True))
+        )
+
+    def measure(self, buffer: Tensor) -> None:
+        """What quantizing these gradients, which are this rank's own, will lose."""
+        self.measured = True
+        for layer in self.layers:
+            if self.quantizer(layer).bits == 32:
+                continue
+            values = layer.of(buffer).cpu()
+            bits, block = layer.compression.bits, layer.compression.block
+            payload = functional.quantize(values, bits, block)
+            decoded = functional.dequantize(payload, layer.numel, values.dtype, bits, block)
+            norm = torch.linalg.vector_norm(values, dtype=torch.float32)
+            lost = torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float32)
+            if torch.isfinite(norm):
+                layer.relative_error = float(lost / norm) if norm > 0 else 0.0
+
+    def look_at_own(self, buffer: Tensor, step: int) -> None:
+        """Note the layers that are not finite before they are averaged."""
+        if torch.isfinite(buffer.sum(dtype=torch.float32)):
+            return
+        for layer in self.layers:
+            if layer.nonfinite_here is None and not torch.isfinite(layer.of(buffer)).all():
+                layer.nonfinite_here = step
+
+    def may_be_nonfinite(self, averaged: Tensor, compressed: bool) -> bool:
+        """A quick look. Of a block one value is enough: where one is not finite, the whole block decodes to NaN."""
+        if not compressed:
+            return not bool(torch.isfinite(averaged.sum(dtype=torch.float32)))
+        looked_at = averaged[self._positions].sum(dtype=torch.float32)
+        for values in self._ranges:
+            looked_at += averaged[values].sum(dtype=torch.float32)
+        return not bool(torch.isfinite(looked_at))
+
+    def look_at_average(self, averaged: Tensor, step: int, looked_at_own: bool) -> None:
+        """Note the layers that are not finite, and whether that came from here."""
+        for layer in self.layers:
+            if torch.isfinite(layer.of(averaged)).all():
+                continue
+            if layer.nonfinite_step is None:
+                layer.nonfinite_step = step
+            if not layer.is_unexplained:
+                continue
+            own = layer.own_gradient(averaged)
+            if looked_at_own or (own is not None and torch.isfinite(own).all()):
+                layer.nonfinite_elsewhere = True
+            elif own is not None:
+                layer.nonfinite_here = step
+        self.watching = any(layer.is_unexplained for layer in self.layers)
+
+    def reports(self) -> list[LayerReport]:
+        return [layer.report(self.dtype.itemsize, self.quantizer(layer)) for layer in self.layers]
+
+
+def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Neighbours that travel raw as one layer: fewer pieces, and less padding."""
+    joined: list[Layer] = []
+    for layer in layers:
+        if joined and layer.quantizer.bits == 32 == joined[-1].quantizer.bits:
+            joined[-1] = Layer(joined[-1].numel + layer.numel, layer.quantizer)
+        else:
+            joined.append(layer)
+    return tuple(joined)
+
+
+def _telling(layers: Sequence[Layer]) -> tuple[Tensor, list[slice]]:
+    """The first value of each block and all raw values, as positions or ranges; all values, where that is cheaper."""
+    positions: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    ranges: list[slice] = []
+    start = cost = 0
+    for layer in layers:
+        end, quantizer = start + layer.numel, layer.quantizer
+        raw_from = end - quantizer.raw_tail(layer.numel)
+        if raw_from > start:
+            positions.append(torch.arange(start, raw_from, quantizer.block, device="cpu"))
+            cost += _POSITION_COST * len(positions[-1])
+        raw_numel = end - raw_from
+        if _POSITION_COST * raw_numel <= _RANGE_COST + raw_numel:
+            positions.append(torch.arange(raw_from, end, device="cpu"))
+            cost += _POSITION_COST * raw_numel
+        else:
+            ranges.append(slice(raw_from, end))
+            cost += _RANGE_COST + raw_numel
+        start = end
+    if cost > start + _RANGE_COST:
+        return positions[0], [slice(0, start)]
+    return torch.cat(positions), ranges

@@ -1,0 +1,141 @@
+"""Exchanges of a device's payloads through shared memory: pinned host memory, and the native executor to carry them.
+
+For where ranks cannot map each other's memory; where they can, `direct_exchange` copies once less at each end.
+
+An exchange is a program like any other, whose values are the payloads' bytes and whose pieces are raw: encode what I
+send into a slot for each peer, decode what each peer has for me. So it has the native executor's waits and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from torch_cgx import _native
+from torch_cgx.codecs import Identity
+from torch_cgx.engines.cuda.device import Device
+from torch_cgx.engines.cuda.staged import to_host
+from torch_cgx.engines.host.native import Plan, Prepared, SharedGroup, Tables
+from torch_cgx.kernels import Piece
+from torch_cgx.plan.layout import Chunk
+from torch_cgx.plan.program import Decode, Encode, Receive, Send, Step
+from torch_cgx.plan.programs import SharedSlot
+from torch_cgx.transports import Arrival
+
+__all__ = ["SharedExchange", "exchange_plan", "wait_for"]
+
+_SLICE_MS = 100  # of a wait; another one follows
+_DTYPE = torch.float32  # what the executor takes payloads for, whose lengths are multiples of 8
+
+
+class SharedExchange:
+    """Implements `torch_cgx.transports.Exchange`; the shared group is its own. `call` is what its board says."""
+
+    waits = True
+
+    def __init__(
+        self,
+        device: Device,
+        shared: SharedGroup,
+        call: Callable[[int], _native.Call],
+        rank: int,
+        world: int,
+        timeout: timedelta,
+    ) -> None:
+        self._device = device
+        self._shared = shared
+        self._call = call
+        self._rank, self._world = rank, world
+        self._agreed = 0
+        # Two halves of the segment, each with a chunk's payload for each pair of ranks; and twice as much, for payloads
+        # may be longer than values where blocks are tiny.
+        self.most_nbytes = shared.limit_nbytes // (4 * world)
+        self.set_timeout(timeout)
+
+    def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
+        self._agreed = agreed
+
+    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
+        lengths = tuple(tuple(payload.numel() for payload in payloads) for payloads in (outgoing, incoming))
+        plan = exchange_plan(self._rank, *lengths, room_nbytes)
+        sent = [payload for payload in outgoing if payload.numel()]
+        arriving = [payload for payload in incoming if payload.numel()]
+        host = self._device.pinned(sum(payload.numel() for payload in (*sent, *arriving)))
+        hosts = torch.split(host, [payload.numel() for payload in (*sent, *arriving)])
+        to_host(self._device, sent, hosts[: len(sent)])
+        prepared = Prepared(
+            *(plan, self._call(self._agreed)),
+            scale=1.0,
+            nbytes=host.numel(),
+            compressed=False,
+            stochastic=False,
+            seed=0,
+        )
+        number, _ = self._shared.submit(prepared, host.data_ptr(), None, self._timeout_ms, wake=True)
+        return _Arrival(self._shared, number, (prepared, host), list(zip(hosts[len(sent) :], arriving, strict=True)))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_ms = max(1, int(timeout.total_seconds() * 1000))
+
+    def close(self) -> None:
+        self._shared.close()
+
+    abort = close
+
+
+@dataclass(slots=True)
+class _Arrival:
+    shared: SharedGroup
+    number: int
+    kept: object  # what the native executor works on
+    copies: list[tuple[Tensor, Tensor]]  # from the host, to the device
+
+    def wait(self) -> None:
+        wait_for(self.shared, self.number)
+        for host, payload in self.copies:
+            payload.copy_(host, non_blocking=True)  # torch gives pinned memory to nobody else before that is done
+
+
+def wait_for(shared: SharedGroup, number: int) -> None:
+    """Until an operation of that number is done; raises what it failed with."""
+    while not shared.wait(number, _SLICE_MS):
+        pass
+
+
+@lru_cache(maxsize=1024)
+def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], room_nbytes: int) -> Plan:
+    """Bytes by peer; what is sent lies first in memory. A slot for each pair of ranks, as long as the room."""
+    world = len(sent)
+    slots: dict[str, SharedSlot] = {}
+    for writer in range(world):
+        for reader in range(world):
+            slots[_slot(writer, reader)] = SharedSlot(len(slots), writer, reader, 0, True)
+    steps: list[Step] = []
+    chunks: list[Chunk] = []
+    offset = 0
+    for lengths, is_sent in ((sent, True), (received, False)):
+        for peer, nbytes in enumerate(lengths):
+            if not nbytes:
+                continue
+            numel = nbytes // _DTYPE.itemsize
+            slot = _slot(rank, peer) if is_sent else _slot(peer, rank)
+            steps += (
+                [Encode(len(chunks), slot, exact=True), Send(slot, peer)]
+                if is_sent
+                else [Receive(slot, peer), Decode(slot, len(chunks))]
+            )
+            piece = Piece(offset, numel, Identity().bits, Identity().block, numel, payload=0)
+            chunks.append(Chunk((piece,), nbytes, _DTYPE.itemsize))
+            offset += numel
+    tables = Tables(world)
+    tables.add(tuple(steps), slots, [room_nbytes] * len(slots), chunks)
+    return Plan(tables, sum(sent), _DTYPE)
+
+
+def _slot(writer: int, reader: int) -> str:
+    return f"{writer}>{reader}"

@@ -1,0 +1,1 @@
+"""CPU tensors: programs that the native library runs."""

@@ -1,0 +1,107 @@
+"""Operations on a thread of their own, one after the other; what one of them fails with, all later ones fail with."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from torch_cgx.engines.recorder import Trail
+from torch_cgx.errors import CGXError
+
+__all__ = ["Job", "JobThread"]
+
+_CLOSE_S = 5.0
+
+
+class Job:
+    """One operation in the queue. `explain` makes of an error one that says more."""
+
+    def __init__(
+        self, run: Callable[[], None], trail: Trail | None = None, explain: Callable[[CGXError], CGXError] | None = None
+    ) -> None:
+        self._run = run
+        self._trail = trail
+        self._explain = explain
+        self._ended = threading.Event()
+        self._error: CGXError | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time; raises what it failed with."""
+        if not self._ended.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def run(self) -> None:
+        if self._trail is not None:
+            self._trail.start()
+        try:
+            self._run()
+        except CGXError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CGXError(f"the operation failed: {error}")
+            self._error.__cause__ = error
+        if self._error is not None and self._explain is not None:
+            self._error = self._explain(self._error)
+
+    def end(self, error: CGXError | None = None) -> None:
+        self._error = self._error or error
+        if self._trail is not None:
+            self._trail.finish(self._error)
+        self._ended.set()
+
+    @property
+    def error(self) -> CGXError | None:
+        return self._error
+
+
+class JobThread:
+    """`hang_up` tells the peers, when a job has failed or the thread shall end, that this rank is gone."""
+
+    def __init__(self, name: str, hang_up: Callable[[], None]) -> None:
+        self._hang_up = hang_up
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._failure: CGXError | None = None
+        self._lock = threading.Lock()  # nothing is queued behind the end
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, run: Callable[[], None], trail: Trail | None = None, explain: Callable[[CGXError], CGXError] | None = None
+    ) -> Job:
+        job = Job(run, trail, explain)
+        with self._lock:
+            if self._closed:
+                job.end(CGXError("the group has been destroyed"))
+            else:
+                self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        """End the thread, once what is queued is done. One that outlives the interpreter would abort the process."""
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_CLOSE_S)
+            self._hang_up()  # what it still waits for, it need not wait for any longer
+            self._thread.join(timeout=_CLOSE_S)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has not come to its end."""
+        return self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._failure is None:
+                job.run()
+                self._failure = job.error
+                if self._failure is not None:
+                    self._hang_up()
+            job.end(self._failure)
+            del job

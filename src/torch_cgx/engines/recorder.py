@@ -1,0 +1,396 @@
+"""The flight recorder: the last 1,000 operations of this process, over all its groups, and their JSON file.
+
+It is always on, so what it does for an operation is little: one tuple (operations of the native executor, whose times
+and phases the native library keeps) or one `Trail` (all others) goes into a ring. Everything else happens when a file
+is written: when a group fails, when it ends, and on a signal; only where CGX_TRACE_DIR names a folder. Not here: what
+the files tell (cli/trace.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch_cgx.errors import CGXError
+from torch_cgx.version import __version__
+
+__all__ = ["FORMAT", "GroupRecorder", "Recorder", "Trail", "What", "process_recorder"]
+
+FORMAT = "cgx-trace 1"
+LENGTH = 1000  # operations
+PHASES = ("encode", "wait", "reduce", "decode")
+
+_STATES = ("submitted", "running", "done", "failed")
+_LIVES = ("absent", "present", "left", "gone")
+_log = logging.getLogger("torch_cgx")
+
+
+# Operation, dtype, shape, reduction, bits (0: no choice of ours), root (-1: none), bytes of values, bytes of payloads;
+# None: nothing to tell. Not a class: making one would cost as much as all the rest.
+What = tuple[str, Any, Sequence[int] | None, str | None, int, int, int | None, int | None]
+
+
+class Native(Protocol):
+    """What a group on shared memory knows of its operations and peers."""
+
+    def record(self, number: int) -> Any: ...
+
+    def peer(self, rank: int) -> tuple[Any, str]: ...
+
+
+class _Waiting:
+    """A class, which costs a third of a generator: an operation has dozens of waits."""
+
+    __slots__ = ("_begin_ns", "_peer", "_trail")
+
+    def __init__(self, trail: Trail, peer: int) -> None:
+        self._trail, self._peer = trail, peer
+
+    def __enter__(self) -> None:
+        self._begin_ns = time.monotonic_ns()
+        self._trail.waiting = (self._peer, self._begin_ns)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            return
+        trail = self._trail
+        trail.waiting = None
+        if trail.waits_ns is None:
+            trail.waits_ns = {}
+        trail.waits_ns[self._peer] = trail.waits_ns.get(self._peer, 0) + time.monotonic_ns() - self._begin_ns
+
+
+class Trail:
+    """One operation that Python runs, or has others carry. Times are nanoseconds of the monotonic clock."""
+
+    # Defaults are the class's: setting each costs a little, and most operations need none.
+    started_ns = 0
+    finished_ns = 0
+    enqueued = False  # what is finished is its enqueueing: the host does not see what a device does
+    error = ""
+    phases_ns: dict[str, int] | None = None
+    waits_ns: dict[int, int] | None = None  # by peer
+    waiting: tuple[int, int] | None = None  # for which peer, since when
+    sent_nbytes = 0
+
+    def __init__(self, group: GroupRecorder, number: int, what: What, carrier: str) -> None:
+        self.group = group
+        self.number = number
+        self.what = what
+        self.carrier = carrier
+        self.submitted_ns = time.monotonic_ns()
+
+    def start(self) -> None:
+        self.started_ns = time.monotonic_ns()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if not self.finished_ns:
+            self.finished_ns = time.monotonic_ns()
+            if error is not None:
+                self.error = f"{type(error).__name__}: {error}"
+
+    def waiting_for(self, peer: int) -> _Waiting:
+        """Its wait for a peer. Where that fails, the peer stays written down."""
+        return _Waiting(self, peer)
+
+    def add(self, phase: str, seconds: float) -> None:
+        if self.phases_ns is None:
+            self.phases_ns = dict.fromkeys(PHASES, 0)
+        self.phases_ns[phase] += int(seconds * 1e9)
+
+    @property
+    def state(self) -> str:
+        if self.error:
+            return "failed"
+        if self.finished_ns:
+            return "enqueued" if self.enqueued else "done"
+        return "running" if self.started_ns else "submitted"
+
+    def as_dict(self) -> dict[str, Any]:
+        names = self.group.global_ranks
+        longest = max(self.waits_ns.items(), key=lambda item: item[1]) if self.waits_ns else None
+        return {
+            **_described(self.what),
+            "number": self.number,
+            "carrier": self.carrier,
+            "state": self.state,
+            "submitted_ns": self.submitted_ns,
+            "started_ns": self.started_ns or None,
+            "finished_ns": (self.finished_ns or None) if self.state != "failed" else None,
+            "phases_ns": self.phases_ns,
+            "sent_nbytes": self.sent_nbytes,
+            "waited_for": longest and {"rank": names[longest[0]], "ns": longest[1]},
+            "waiting_for": self.waiting and {"rank": names[self.waiting[0]], "since_ns": self.waiting[1]},
+            "error": self.error or None,
+        }
+
+
+def _described(what: What) -> dict[str, Any]:
+    operation, dtype, shape, reduction, bits, root, nbytes, payload_nbytes = what
+    if nbytes is None and dtype is not None and shape is not None:
+        nbytes = math.prod(shape) * dtype.itemsize
+    return {
+        "operation": operation,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "shape": None if shape is None else list(shape),
+        "reduction": reduction,
+        "bits": bits or None,
+        "root": None if root < 0 else root,
+        "nbytes": nbytes,
+        "payload_nbytes": payload_nbytes,
+    }
+
+
+# Of the native executor: the group, the operation's number there, and (operation, shape, strides, dtype, reduction,
+# compression, ...), by which reducers keep what they prepared for it.
+NativeEntry = tuple["GroupRecorder", int, tuple[Any, ...]]
+
+
+class GroupRecorder:
+    """One group's part in it."""
+
+    def __init__(
+        self, recorder: Recorder, rank: int, global_ranks: Sequence[int], carrier: str = "", folder: str | None = None
+    ) -> None:
+        self.recorder = recorder
+        self.rank = rank
+        self.global_ranks = tuple(global_ranks)
+        self.carrier = carrier  # of its own allreduces
+        self.append: Callable[[NativeEntry | Trail], None] = recorder.entries.append
+        self.failure: str | None = None
+        self.failed_ns = 0
+        self.name = ""
+        self.closed = False
+        self._native: Native | None = None
+        self._named: Callable[[], Any] = lambda: None
+        self._count = itertools.count(1)
+        self._kept: dict[int, dict[str, Any]] = {}  # what the native group knew when it ended
+        self._peers: list[dict[str, Any]] = []
+        recorder.add(self, folder)
+
+    @classmethod
+    def unheard(cls) -> GroupRecorder:
+        """For parts of a group without one."""
+        return cls(Recorder(), 0, range(1024))
+
+    def attach(self, group: Any, carrier: str, native: Native | None) -> None:
+        """`group` gets its name, which is looked up later, when torch has made it."""
+        self._named = weakref.ref(group)
+        self.carrier = carrier
+        self._native = native
+
+    def begin(self, what: What, carrier: str, number: int = 0) -> Trail:
+        """Write down an operation of a group; `number` 0: counted here, alike on all ranks that make the same calls."""
+        trail = Trail(self, number or next(self._count), what, carrier)
+        self.append(trail)
+        return trail
+
+    def fail(self, error: BaseException) -> None:
+        """The group has raised this; its first failure is written to the file."""
+        if isinstance(error, CGXError) and self.failure is None and not self.closed:
+            self.failure = f"{type(error).__name__}: {error}"
+            self.failed_ns = time.monotonic_ns()
+            self._peers = self.peers()  # later they will have left, or been killed for it
+            self.recorder.write("failure")
+
+    def close(self) -> None:
+        """The group is about to end: keep what its native part knows, and write the file."""
+        if self.closed:
+            return
+        self._kept = {
+            entry[1]: self._of_native(entry[1])
+            for entry in self.recorder.snapshot()
+            if isinstance(entry, tuple) and entry[0] is self
+        }
+        self._peers = self.peers()
+        self._name()
+        self.closed = True
+        self._native = None
+        self.recorder.write("end")
+        self.recorder.forget_closed()
+
+    def _name(self) -> str:
+        group = self._named()
+        if not self.name and group is not None:
+            with contextlib.suppress(Exception):  # torch has none for a group that it did not make
+                self.name = str(group.group_name)
+        return self.name
+
+    def peers(self) -> list[dict[str, Any]]:
+        """Where all ranks stand by the board."""
+        if self._native is None or self._peers:
+            return self._peers
+        found = []
+        for rank, name in enumerate(self.global_ranks):
+            peer, call = self._native.peer(rank)
+            found.append(
+                {
+                    "rank": name,
+                    "pid": peer.pid,
+                    "life": _LIVES[peer.life],
+                    "number": peer.noted,
+                    "call": call,
+                    "called_ns": peer.noted_at_ns,
+                    "waits_for": None if peer.waits_on < 0 else self.global_ranks[peer.waits_on],
+                }
+            )
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self._name(),
+            "rank": self.rank,
+            "ranks": list(self.global_ranks),
+            "carrier": self.carrier,
+            "closed": self.closed,
+            "failure": self.failure,
+            "failed_ns": self.failed_ns or None,
+            "peers": self.peers(),
+        }
+
+    def native_dict(self, number: int, key: tuple[Any, ...]) -> dict[str, Any]:
+        operation, shape, _, dtype, reduction, compression, *_ = key
+        found = self._kept.get(number) or self._of_native(number)
+        what: What = (operation, dtype, shape, reduction, compression.bits, -1, None, None)
+        if operation == "barrier":  # its values are nobody's business
+            what = (operation, None, None, None, 0, -1, None, None)
+        described = {**_described(what), "carrier": self.carrier, **found}
+        if found["state"] == "failed":
+            described["error"] = self.failure
+        return described
+
+    def _of_native(self, number: int) -> dict[str, Any]:
+        record = None if self._native is None else self._native.record(number)
+        if record is None:
+            return {"number": None, "state": "unknown", "submitted_ns": None, "started_ns": None, "finished_ns": None}
+        names = self.global_ranks
+        waited, waiting = record.waited_for, record.waiting_for
+        return {
+            "number": record.sequence,
+            "state": _STATES[record.state],
+            "submitted_ns": record.submitted_ns,
+            "started_ns": record.started_ns or None,
+            "finished_ns": record.finished_ns or None,
+            "phases_ns": {phase: getattr(record, f"{phase}_ns") for phase in PHASES},
+            "nbytes": record.bytes_before,
+            "payload_nbytes": record.bytes_after,
+            "sent_nbytes": record.bytes_sent,
+            "waited_for": None if waited < 0 else {"rank": names[waited], "ns": record.waited_for_ns},
+            "waiting_for": None if waiting < 0 else {"rank": names[waiting], "since_ns": record.waiting_since_ns},
+        }
+
+
+class Recorder:
+    """The ring of a process, and the file that it becomes."""
+
+    def __init__(self) -> None:
+        self.entries: deque[NativeEntry | Trail] = deque(maxlen=LENGTH)
+        self.pid = os.getpid()
+        # Read together once: what makes monotonic times of several hosts comparable, as far as their clocks agree.
+        self.wall_ns, self.monotonic_ns = time.time_ns(), time.monotonic_ns()
+        self._groups: list[GroupRecorder] = []
+        self._folder: str | None = None
+        self._rank = 0
+        self._writing = threading.Lock()
+        self._warned = False
+
+    def add(self, group: GroupRecorder, folder: str | None) -> None:
+        self._groups.append(group)
+        if folder is not None:
+            self._folder = folder
+            self._rank = group.global_ranks[group.rank]
+
+    def snapshot(self) -> list[NativeEntry | Trail]:
+        while True:
+            with contextlib.suppress(RuntimeError):  # another thread has appended meanwhile
+                return list(self.entries)
+
+    def calls(self) -> list[tuple[str, Any, Sequence[int] | None, str | None]]:
+        """Return operation, dtype, shape and reduction of every operation in the ring."""
+        return [
+            entry.what[:4] if isinstance(entry, Trail) else (entry[2][0], entry[2][3], entry[2][1], entry[2][4])
+            for entry in self.snapshot()
+        ]
+
+    def forget_closed(self) -> None:
+        """Groups that have ended and left no operation in the ring."""
+        if len(self._groups) > 64:
+            seen = {id(entry[0] if isinstance(entry, tuple) else entry.group) for entry in self.snapshot()}
+            self._groups = [group for group in self._groups if not group.closed or id(group) in seen]
+
+    def write(self, why: str) -> Path | None:
+        """Write the file, if a folder is set. Never raises: what it is written for is what the caller must see."""
+        if self._folder is None or os.getpid() != self.pid:
+            return None
+        with self._writing:
+            path = Path(self._folder) / f"cgx-trace-rank{self._rank}-{self.pid}.json"
+            partial = path.with_suffix(".partial")
+            try:
+                text = json.dumps(self.as_dict(why))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(path)
+            except Exception as error:
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+                if not self._warned:
+                    self._warned = True
+                    _log.warning("torch_cgx: no trace was written to CGX_TRACE_DIR=%s: %s", self._folder, error)
+                return None
+        return path
+
+    def as_dict(self, why: str) -> dict[str, Any]:
+        groups = list(self._groups)
+        places = {id(group): place for place, group in enumerate(groups)}
+        operations = []
+        for entry in self.snapshot():
+            if isinstance(entry, Trail):
+                group, told = entry.group, entry.as_dict()
+            else:
+                group, number, key = entry
+                told = group.native_dict(number, key)
+            if id(group) in places:
+                operations.append({"group": places[id(group)], **told})
+        return {
+            "format": FORMAT,
+            "torch_cgx": __version__,
+            "why": why,
+            "rank": self._rank,
+            "pid": self.pid,
+            "host": platform.node(),
+            "clock": {"name": _clock_name(), "wall_ns": self.wall_ns, "monotonic_ns": self.monotonic_ns},
+            "written_ns": time.monotonic_ns(),
+            "groups": [group.as_dict() for group in groups],
+            "operations": operations,
+        }
+
+
+def _clock_name() -> str:
+    """What processes share a monotonic clock with: the running kernel."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return f"{platform.node()}:{os.getpid()}"
+
+
+_of_process: list[Recorder] = []
+
+
+def process_recorder() -> Recorder:
+    """The one that all groups of this process share; a forked child begins its own."""
+    if not _of_process or _of_process[0].pid != os.getpid():
+        _of_process[:] = [Recorder()]
+    return _of_process[0]

@@ -1,0 +1,1 @@
+"""A process group with backend "cgx": what torch calls, and who carries it out."""

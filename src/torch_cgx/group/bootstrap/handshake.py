@@ -1,0 +1,327 @@
+"""How the ranks of a new group get to know each other: version, settings, who shares memory with whom.
+
+Everything goes through the group's store, as JSON, never as pickles. At the end every rank knows the same facts, or
+every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from torch_cgx import _native, launchers
+from torch_cgx.config import VARIABLES, Settings, compression_from_environ, shared_variables, shortened
+from torch_cgx.engines.host.native import SharedGroup
+from torch_cgx.errors import CGXTimeoutError, MismatchError, SharedMemoryError
+from torch_cgx.group.bootstrap.store_json import check_fields, parse_answer
+from torch_cgx.group.calls import NAMES
+from torch_cgx.kernels.native import available, means, thread_count
+from torch_cgx.transports.factory import check_choice
+from torch_cgx.transports.mpi_process import problem_here
+from torch_cgx.version import __version__
+
+__all__ = ["Joining", "Membership", "agree", "join", "naming_the_absent", "open_shared_group"]
+
+SHM_FOLDER = "/dev/shm"
+SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
+SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, Gloo is the better choice
+
+_MEMBER = {
+    "version": str,
+    "settings": dict,
+    "variables": dict,
+    "node": str,
+    "pids": str,
+    "native": bool,
+    "cuda_problem": str,
+    "mpi": bool,
+}
+_MOST_RANKS_NAMED = 8  # in an error
+_SEGMENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}")  # a file's name, not a path
+_MOST_PAUSE_S = 0.05  # between two looks at whether a peer has joined
+
+_log = logging.getLogger("torch_cgx")
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What all ranks of a group know of each other."""
+
+    nodes: tuple[str, ...]  # by rank: a name of what shares memory
+    pid_namespaces: tuple[str, ...]  # by rank: ranks of different ones cannot see whether the other lives
+    native: tuple[bool, ...]  # by rank: whether it has the native library, with shared memory
+    cuda_problems: tuple[str, ...]  # by rank: what keeps it from CUDA tensors, or ""
+    all_have_mpi: bool = False  # an MPI launcher started all ranks, and they have mpi4py
+
+    @property
+    def one_host(self) -> bool:
+        return len(set(self.nodes)) == 1 and len(set(self.pid_namespaces)) == 1
+
+    @property
+    def all_have_cuda(self) -> bool:
+        return not any(self.cuda_problems)
+
+    @property
+    def some_have_cuda(self) -> bool:
+        return not all(self.cuda_problems)
+
+    def without_cuda(self, global_ranks: Sequence[int]) -> str:
+        """Who has it not, and why."""
+        found = zip(global_ranks, self.cuda_problems, strict=True)
+        return ", ".join(f"rank {rank} ({problem})" for rank, problem in found if problem)
+
+    def ranks_here(self, rank: int) -> int:
+        """How many ranks share this one's node."""
+        return self.nodes.count(self.nodes[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What one rank knows while its group is being made."""
+
+    prefixed: Callable[[str], Store]  # a part of the group's store, by a name of its own
+    rank: int
+    world: int
+    timeout: timedelta
+    global_ranks: tuple[int, ...]
+    settings: Settings
+    members: Membership
+
+
+@contextmanager
+def naming_the_absent(rank: int, global_ranks: Sequence[int]) -> Iterator[None]:
+    """While connections are made: a store's time-out as one of our errors, with the rank that it waited for."""
+    started = time.monotonic()
+    try:
+        yield
+    except DistStoreError as error:
+        found = re.search(r"keys: \S*/(\d+)$", str(error).partition("\n")[0])
+        known = found is not None and int(found[1]) < len(global_ranks)
+        peer = f"rank {global_ranks[int(found[1])]}" if found is not None and known else "another rank"
+        raise CGXTimeoutError(_absence(f"rank {global_ranks[rank]}", peer, started) + f" ({error})") from None
+
+
+def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Settings]) -> Settings:
+    """This rank's settings; a mistake in them is told to the peers before it is raised here."""
+    try:
+        settings = read_settings()
+        compression_from_environ()
+        if available():
+            means(settings.simd)  # raises where this processor lacks the level
+        if world > 1:
+            check_choice("CGX_INNER_COMMUNICATOR_TYPE", settings.inner_communicator)
+            check_choice("CGX_CROSS_COMMUNICATOR_TYPE", settings.cross_communicator)
+        return settings
+    except ValueError as error:
+        store.set(f"member/{rank}", json.dumps({"mistake": str(error)}))
+        raise
+
+
+def join(
+    store: Store,
+    rank: int,
+    world: int,
+    settings: Settings,
+    global_ranks: Sequence[int],
+    cuda_problem: str,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Membership:
+    """Tell all ranks about this one and hear about all; raise `MismatchError` where they cannot work together."""
+    mine = {
+        "version": __version__,
+        # Bits and bucket size may change with every call, and calls are compared. To compare them here as well tells a
+        # variable that only some ranks were given from a script whose calls differ.
+        "settings": {**asdict(compression_from_environ()), **settings.fingerprint()},
+        "variables": shared_variables(),
+        "node": settings.node_id or _node_name(),
+        "pids": _pid_namespace(),
+        "native": _native.shares_memory(),
+        "cuda_problem": cuda_problem,
+        "mpi": not problem_here(),
+    }
+    store.set(f"member/{rank}", json.dumps(mine))
+    names = [f"rank {each}" for each in global_ranks]
+    deadline = time.monotonic() + timeout.total_seconds()
+    members = [_read(store, f"member/{other}", names[rank], names[other], deadline) for other in range(world)]
+    for other, theirs in enumerate(members):
+        if "mistake" in theirs:
+            raise MismatchError(f"rank {global_ranks[other]} could not join the group: {theirs['mistake']}")
+    check_fields(members[0], "member/0", _MEMBER)
+    for other, theirs in enumerate(members):
+        _compare_versions(members[0], theirs, global_ranks[0], global_ranks[other])
+    _compare_settings(members, global_ranks)
+    found = Membership(
+        tuple(str(m["node"]) for m in members),
+        tuple(str(m["pids"]) for m in members),
+        tuple(bool(m["native"]) for m in members),
+        tuple(str(m["cuda_problem"]) for m in members),
+        all(bool(m["mpi"]) for m in members),
+    )
+    if rank == 0 and found.some_have_cuda and not found.all_have_cuda:
+        without = found.without_cuda(global_ranks)
+        _log.warning("torch_cgx serves CPU tensors alone on this group; without CUDA: %s", without)
+    return found
+
+
+def open_shared_group(joining: Joining, prefix: str) -> SharedGroup | None:
+    """The group's shared memory, mapped by all ranks and nameless by now; None (said once) where that cannot be."""
+    store, rank, world = joining.prefixed(prefix), joining.rank, joining.world
+    global_ranks = joining.global_ranks
+    names = [f"rank {each}" for each in global_ranks]
+    deadline = time.monotonic() + joining.timeout.total_seconds()
+    created = _create_control(world) if rank == 0 else {}
+    try:
+        if rank == 0:
+            store.set("control", json.dumps(created))
+        here, facts = names[rank], {"name": str, "limit": int, "problem": str}
+        control = _read(store, "control", here, names[0], deadline, facts)
+        group, problem = _open_control(control, joining)
+        store.set(f"opened/{rank}", json.dumps({"problem": problem}))
+        opened = [_read(store, f"opened/{o}", here, names[o], deadline, {"problem": str}) for o in range(world)]
+        problems = {other: str(theirs["problem"]) for other, theirs in enumerate(opened)}
+    finally:
+        if created.get("name"):
+            lib = _native.library()
+            assert lib is not None
+            lib.cgx_control_unlink(str(created["name"]).encode())
+    first = next((other for other, text in problems.items() if text), None)
+    if first is None:
+        return group
+    if group is not None:
+        group.close()
+    if rank == 0:
+        _log.warning(
+            "torch_cgx sends messages (Gloo, or MPI under mpirun) instead of sharing memory, which is several times "
+            "slower: rank %d reports: %s",
+            global_ranks[first],
+            problems[first],
+        )
+    return None
+
+
+def _open_control(control: dict[str, Any], joining: Joining) -> tuple[SharedGroup | None, str]:
+    """The group, or what stands in the way."""
+    if control["problem"]:
+        return None, str(control["problem"])
+    rank, world, settings = joining.rank, joining.world, joining.settings
+    how = means(settings.simd, thread_count(settings.num_threads, ranks_here=world))
+    name, limit_nbytes = str(control["name"]), int(control["limit"])
+    if not _SEGMENT_NAME.fullmatch(name) or not SEGMENT_FLOOR_NBYTES <= limit_nbytes <= SEGMENT_LIMIT_NBYTES:
+        return None, f"rank 0 named a segment {shortened(name)} of {limit_nbytes} bytes, which it cannot have made"
+    try:
+        return SharedGroup(name, rank, world, joining.global_ranks, NAMES, how, limit_nbytes), ""
+    except SharedMemoryError as error:
+        return None, str(error)
+
+
+def _create_control(world: int) -> dict[str, Any]:
+    """Rank 0's part: make the control segment, and decide how much of /dev/shm the group may take."""
+    try:
+        facts = os.statvfs(SHM_FOLDER)
+    except OSError as error:
+        return {"name": "", "limit": 0, "problem": f"there is no {SHM_FOLDER} ({error})"}
+    # Half of what is free, so that a second group, or the data loader's workers, find something too.
+    limit = min(SEGMENT_LIMIT_NBYTES, facts.f_bavail * facts.f_frsize // 2)
+    if limit < SEGMENT_FLOOR_NBYTES:
+        free = facts.f_bavail * facts.f_frsize
+        problem = f"{SHM_FOLDER} has only {free} bytes free; make it larger (docker run --shm-size=1g)"
+        return {"name": "", "limit": 0, "problem": problem}
+    lib = _native.library()
+    assert lib is not None
+    name, error_text = ctypes.create_string_buffer(64), ctypes.create_string_buffer(512)
+    status = lib.cgx_control_create(world, name, len(name), error_text, len(error_text))
+    if status != 0:
+        return {"name": "", "limit": 0, "problem": error_text.value.decode()}
+    return {"name": name.value.decode(), "limit": limit, "problem": ""}
+
+
+def _read(
+    store: Store, key: str, me: str, peer: str, deadline: float, fields: Mapping[str, type] | None = None
+) -> dict[str, Any]:
+    """What a peer says; waited for by looking again and again, so that Ctrl-C ends it, and not beyond the deadline."""
+    started, pause_s = time.monotonic(), 1e-3
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise CGXTimeoutError(_absence(me, peer, started))
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _MOST_PAUSE_S)
+    return parse_answer(bytes(store.get(key)), key, fields)
+
+
+def _absence(me: str, peer: str, started: float) -> str:
+    return (
+        f"{me}: Timed out after {time.monotonic() - started:.1f} s waiting for {peer} to join the group. Look at that "
+        "rank's output: it has not called init_process_group, or has failed there. Then restart all ranks."
+    )
+
+
+def _compare_versions(first: dict[str, Any], other: dict[str, Any], first_rank: int, other_rank: int) -> None:
+    if first["version"] != other.get("version"):
+        raise MismatchError(
+            f"all ranks need the same version of torch_cgx: rank {first_rank} has {first['version']}, "
+            f"rank {other_rank} has {shortened(other.get('version'))}"
+        )
+    check_fields(other, f"member of rank {other_rank}", _MEMBER)
+
+
+def _compare_settings(members: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:
+    """Raise where settings differ; name the variables, as users set them, and who has which value."""
+    differing: dict[str, str] = {}
+    for field, variables in VARIABLES.items():
+        if all(member["settings"].get(field) == members[0]["settings"].get(field) for member in members):
+            continue
+        texts = {name: [_text_of(member, name) for member in members] for name in variables}
+        name = next((name for name in variables if len(set(texts[name])) > 1), variables[0])
+        differing[name] = _who_has_what(texts[name], global_ranks)
+    if differing:
+        shown = "; ".join(f"{name} is {who}" for name, who in differing.items())
+        how = launchers.how_to_pass(list(differing), os.environ)
+        raise MismatchError(f"all ranks need the same CGX_* settings: {shown}. {how}")
+
+
+def _text_of(member: dict[str, Any], variable: str) -> str:
+    value = member["variables"].get(variable)
+    return "not set" if value is None else shortened(value)
+
+
+def _who_has_what(texts: Sequence[str], global_ranks: Sequence[int]) -> str:
+    """Return "'4' on rank 0 and not set on ranks 1, 2", say."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for text, rank in zip(texts, global_ranks, strict=True):
+        ranks_by_text.setdefault(text, []).append(rank)
+    parts = []
+    for text, ranks in ranks_by_text.items():
+        named = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
+        more = f" and {len(ranks) - _MOST_RANKS_NAMED} more" if len(ranks) > _MOST_RANKS_NAMED else ""
+        parts.append(f"{text} on rank{'s' if len(ranks) > 1 else ''} {named}{more}")
+    return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return "unknown"
+
+
+def _node_name() -> str:
+    """What shares memory and sees each other's processes: the running kernel, the tmpfs, and the pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}:{os.stat(SHM_FOLDER).st_dev}:{_pid_namespace()}"
+    except OSError:
+        # Without these facts nothing can be known to be shared; a name of this process's own says so.
+        return f"unknown:{os.uname().nodename}:{os.getpid()}"

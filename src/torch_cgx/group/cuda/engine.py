@@ -1,0 +1,51 @@
+"""What this machine has for CUDA tensors: NCCL, streams, Triton. Tests have an engine of CPU tensors instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_cgx.engines.cuda.device import CudaDevice, Device
+from torch_cgx.group.bootstrap.handshake import Joining
+from torch_cgx.kernels import Kernels
+
+__all__ = ["Engine", "cuda_engine", "cuda_problem", "triton_kernels"]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What serves tensors of one kind of device."""
+
+    kind: str  # of torch.device
+    # A new group of torch's, by a name of its own in the store, of these ranks, which all call it.
+    new_group: Callable[[str, Sequence[int]], Any]
+    device: Device
+    make_kernels: Callable[[], Kernels]
+
+
+def cuda_problem() -> str:
+    """What keeps this process from CUDA tensors, or "". With ROCm the same names mean AMD's GPUs and RCCL."""
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
+    return "" if dist.is_nccl_available() else "torch was built without NCCL"
+
+
+def cuda_engine(joining: Joining) -> Engine:
+    return Engine("cuda", partial(_new_nccl, joining), CudaDevice(), triton_kernels)
+
+
+def _new_nccl(joining: Joining, name: str, ranks: Sequence[int]) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = joining.timeout
+    return dist.ProcessGroupNCCL(joining.prefixed(name), ranks.index(joining.rank), len(ranks), options)
+
+
+def triton_kernels() -> Kernels:
+    from torch_cgx.kernels.triton import TritonKernels
+
+    return TritonKernels()

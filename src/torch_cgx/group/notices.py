@@ -1,0 +1,140 @@
+"""Say, once per process and on rank 0, that variables do not do what their user expects.
+
+Two notices: a CGX_* variable that does not exist, when the first group is made; and bits that were set but compressed
+nothing, when the process ends (`_torch_cgx_autoload` calls that one, also where no group of ours was ever made).
+Neither costs an operation anything: what was called is read from the flight recorder.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_cgx import scopes
+from torch_cgx.config import BITS_VARIABLE, compression_from_environ, unknown_variables
+from torch_cgx.engines.recorder import process_recorder
+
+__all__ = ["note_group", "warn_of_unknown_variables", "warn_of_unused_bits"]
+
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+_MOST_SHOWN = 4  # kinds of calls
+_log = logging.getLogger("torch_cgx")
+
+
+class _Groups:
+    """Figures of the groups of this process that have ended."""
+
+    largest_world = 0
+    compressed_operations = 0
+    minimal_numel = 0
+
+
+@cache
+def warn_of_unknown_variables() -> None:
+    """Log what `unknown_variables` finds, once per process."""
+    for sentence in unknown_variables():
+        _log.warning(sentence)
+
+
+def note_group(world: int, minimal_numel: int, compressed_operations: float) -> None:
+    """Keep what a group knows before it is closed, or before its figures are reset."""
+    _Groups.largest_world = max(_Groups.largest_world, world)
+    _Groups.minimal_numel = max(_Groups.minimal_numel, minimal_numel)
+    _Groups.compressed_operations += int(compressed_operations)
+
+
+def warn_of_unused_bits(backend: str) -> None:
+    """Log at exit that bits which were asked for compressed nothing; `backend` is what the default group had.
+
+    Not where an exception ends the process, which has another problem, and not where there was nothing to compress.
+    """
+    if _Groups.compressed_operations or hasattr(sys, "last_value") or _rank() != 0 or _world() == 1:
+        return
+    asked = _asked()
+    if asked is None:
+        return
+    begin = f"{asked}, but this process compressed nothing"
+    if not _Groups.largest_world:
+        _log.warning(
+            '%s: its backend is "%s", and that is for backend "cgx". Call init_process_group("cgx"), or keep '
+            "the backend and compress gradients with model.register_comm_hook(CGXState.from_model(model), cgx_hook)",
+            begin,
+            backend,
+        )
+        return
+    kinds = Counter(_kind(*call) for call in process_recorder().calls() if call[0] != "barrier")
+    if kinds:
+        _log.warning(
+            "%s: it called %s. That compresses an all_reduce (SUM or AVG) of at least %d values of float32, "
+            "float16 or bfloat16; what FSDP sends, torch_cgx.fsdp.compress(model) does",
+            begin,
+            _list(kinds),
+            _Groups.minimal_numel,
+        )
+
+
+def _asked() -> str | None:
+    """Return what asked for compression, as the beginning of a sentence; None if nothing did."""
+    bits = scopes.asked().get("bits")
+    if bits is not None:
+        return None if bits == 32 else f"torch_cgx.set_default(bits={bits}) was called"
+    try:
+        bits = compression_from_environ().bits
+    except ValueError:
+        return None
+    return None if bits == 32 else f"{BITS_VARIABLE}={bits} is set"
+
+
+def _rank() -> int | None:
+    """Return this process's rank, also after its group has been destroyed; None if nothing tells."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    # torch forgets the rank with the group, but for the prefix of what its excepthook writes.
+    hook = sys.excepthook
+    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)) if _is_function(hook) else {}
+    prefix = cells["excepthook_prefix"].cell_contents if "excepthook_prefix" in cells else ""
+    text = prefix.removeprefix("[rank").removesuffix("]") if prefix else os.environ.get("RANK", "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
+def _is_function(hook: Any) -> bool:
+    return isinstance(hook, type(_rank))
+
+
+def _world() -> int:
+    """Return how many ranks there are, or were; 0 if nothing tells."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    text = os.environ.get("WORLD_SIZE", "")
+    return _Groups.largest_world or (int(text) if re.fullmatch("[0-9]{1,9}", text) else 0)
+
+
+def _kind(operation: str, dtype: Any, shape: Sequence[int] | None, reduction: str | None) -> str:
+    """Return an operation's name and, of an all_reduce, what kept it exact."""
+    if operation != "all_reduce":
+        return operation
+    if dtype not in _COMPRESSIBLE:
+        return f"all_reduce of {str(dtype).removeprefix('torch.')}"
+    if reduction not in ("SUM", "AVG"):
+        return f"all_reduce with {reduction}"
+    if shape is None:
+        return "all_reduce of a sparse tensor"
+    if math.prod(shape) < _Groups.minimal_numel:
+        return f"all_reduce of fewer than {_Groups.minimal_numel} values"
+    return "all_reduce that a CGXState, set_default or uncompressed keeps exact"
+
+
+def _list(kinds: Counter[str]) -> str:
+    shown = [f"{count} {kind}" for kind, count in kinds.most_common(_MOST_SHOWN)]
+    others = kinds.total() - sum(count for _, count in kinds.most_common(_MOST_SHOWN))
+    return ", ".join([*shown, *([f"{others} others"] if others else [])])

@@ -1,0 +1,223 @@
+"""What carries out an allreduce, reduce-scatter or all-gather that is ours: over shared memory, or over messages.
+
+Both take the same `Request` and return a handle. The backend decides what is asked of them; they decide nothing, but
+keep what can be kept between operations of the same shape.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from torch_cgx.engines.host.native import Prepared, SharedGroup, make_plan
+from torch_cgx.errors import CGXError
+from torch_cgx.executors.messages import MessageExecutor
+from torch_cgx.executors.slicing import message_slice_nbytes
+from torch_cgx.group.requests import (
+    PREPARED,
+    Counts,
+    Meanings,
+    Place,
+    Request,
+    begin_trail,
+    call_of,
+    is_compressed,
+    make_reduction,
+    note_change,
+    share_meanings,
+)
+from torch_cgx.group.work import CompositeWork, JobWork, PolledWork, SharedWork
+from torch_cgx.inquiry import Inquiry
+from torch_cgx.plan.algorithms import Topology
+
+__all__ = ["MessageReducer", "Reducer", "SharedReducer"]
+
+# Everybody sends everything to all where this many bytes of values, times the ranks, or fewer are reduced: one message
+# instead of two that wait for each other.
+_TINY_NBYTES = 256 << 10
+
+
+class Reducer(Protocol):
+    def submit(self, request: Request) -> PolledWork: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def reset_stats(self) -> None: ...
+
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What an operation needs until it is done."""
+
+    what: object
+    number: int | None = None
+
+
+class SharedReducer:
+    """Hands requests to the native executor."""
+
+    def __init__(self, shared: SharedGroup, place: Place) -> None:
+        self._shared = shared
+        self._place = place
+        self._lock = threading.Lock()
+        self._prepared: dict[object, Prepared] = {}
+        self._pending: deque[_Kept] = deque()
+        self._recorder = place.recorder
+        self._write_down = place.recorder.append
+
+    def submit(self, request: Request) -> PolledWork:
+        tensor = request.tensor
+        note_change(request)
+        key = (
+            *(request.operation, tensor.shape, tensor.stride(), tensor.dtype),
+            *(request.reduction, request.compression, request.layers, self._place.layers.version),
+            *(request.stochastic, request.in_shares, request.factor),
+        )
+        prepared = self._prepared.get(key) or self._prepare(key, request)
+        # Partial sums of a ring would be rounded to 16 bits, and might overflow, on every rank.
+        widened = self._is_widened(request)
+        values = tensor.detach().float() if widened else tensor
+        with self._lock:
+            # A caller may drop its work and its tensor while the operation is under way, or be interrupted right here.
+            kept = _Kept((prepared, values, tensor, request.residual, request.share))
+            self._pending.append(kept)
+            residual_ptr = None if request.residual is None else request.residual.data_ptr()
+            try:
+                number, completed = self._shared.submit(
+                    *(prepared, values.data_ptr(), residual_ptr, request.timeout_ms),
+                    wake=request.asynchronous,
+                    share_ptr=None if request.share is None else request.share.data_ptr(),
+                )
+            except CGXError as error:  # the group has failed before; nothing was queued
+                self._recorder.fail(error)
+                raise
+            self._write_down((self._recorder, number, key))
+            for earlier in self._pending:
+                if earlier.number is None:  # this one, or one that was interrupted and is queued before it, if at all
+                    earlier.number = number if earlier is kept else number - 1
+            self._release(completed)
+        result, completions = request.result, self._place.completions
+        work = SharedWork(self._shared, number, self.release, result, completions)
+        if not widened:
+            return work
+        return CompositeWork([work], partial(tensor.detach().copy_, values), result, completions)
+
+    def _is_widened(self, request: Request) -> bool:
+        """Return whether a request is carried out on a float32 copy."""
+        return self._shared.linked and self._algorithm(request) == "RING" and request.tensor.element_size() == 2
+
+    def _algorithm(self, request: Request) -> str:
+        settings = self._place.settings
+        return request.in_shares or (settings.cross_reduction if self._shared.linked else settings.inner_reduction)
+
+    def release(self, completed: int) -> None:
+        """Let go of the tensors of operations up to this number, which are done."""
+        with self._lock:
+            self._release(completed)
+
+    def _release(self, completed: int) -> None:
+        pending = self._pending
+        while pending and (number := pending[0].number) is not None and number <= completed:
+            pending.popleft()
+
+    def _prepare(self, key: object, request: Request) -> Prepared:
+        tensor, place = request.tensor, self._place
+        layers = place.cut(request)
+        call = call_of(request, place)
+        plan = make_plan(
+            layers,
+            place.rank,
+            place.world,
+            torch.float32 if self._is_widened(request) else tensor.dtype,
+            algorithm=self._algorithm(request),
+            slice_nbytes=place.settings.fusion_nbytes,
+            limit_nbytes=self._shared.limit_nbytes,
+            linked=self._shared.linked,
+        )
+        prepared = Prepared(
+            plan,
+            call,
+            scale=place.scale(request),
+            nbytes=tensor.numel() * tensor.element_size(),
+            compressed=is_compressed(layers),
+            stochastic=place.stochastic(request),
+            seed=place.settings.seed,
+        )
+        if len(self._prepared) >= PREPARED:
+            self._prepared.clear()
+        self._prepared[key] = prepared
+        return prepared
+
+    def stats(self) -> dict[str, float]:
+        native = self._shared.stats()
+        counts = ("operations", "compressed_operations", "bytes_before", "bytes_after", "bytes_sent")
+        phases = ("encode", "wait", "reduce", "decode")
+        return {name: getattr(native, name) for name in counts} | {
+            f"{phase}_s": getattr(native, f"{phase}_ns") * 1e-9 for phase in phases
+        }
+
+    def reset_stats(self) -> None:
+        self._shared.reset_stats()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Requests bring theirs."""
+
+    def close(self) -> None:
+        self._shared.close()
+        self._pending.clear()
+
+
+class MessageReducer:
+    """Hands requests to the message executor."""
+
+    def __init__(self, executor: MessageExecutor, topology: Topology, place: Place, inquiry: Inquiry) -> None:
+        self._executor = executor
+        self._meanings = Meanings(place, topology)
+        self._tiny_meanings = Meanings(place, Topology.flat("ALL_TO_ALL", place.world))
+        self._share_meanings = share_meanings(place)
+        self._place = place
+        self._inquiry = inquiry
+        self._lock = threading.Lock()
+        self.reset_stats()
+
+    def submit(self, request: Request) -> JobWork:
+        tensor, place = request.tensor, self._place
+        nbytes = tensor.numel() * tensor.element_size()
+        if request.in_shares is not None:
+            meanings = self._share_meanings[request.in_shares]
+        else:
+            meanings = self._tiny_meanings if nbytes * place.world <= _TINY_NBYTES else self._meanings
+        slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes, meanings.topology)
+        meaning = meanings.of(request, slice_nbytes)
+        reduction = make_reduction(request, meaning, place, meanings.topology)
+        reduce = self._executor.allreduce_widened if meaning.widened else self._executor.allreduce
+        with self._lock:
+            number = self._inquiry.note(meanings.call(request, meaning))
+            trail = begin_trail(request, place, reduction, number)
+            explain = partial(self._inquiry.explain, number=number)
+            job = reduce(reduction.numbered(number), trail, explain)
+            self._counts.add(request, meaning)
+        return JobWork(job, request.result, place.completions, self._inquiry)
+
+    def stats(self) -> dict[str, float]:
+        return {**self._counts.figures, **self._executor.stats()}
+
+    def reset_stats(self) -> None:
+        self._counts = Counts()
+        self._executor.reset_stats()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._executor.set_timeout(timeout)
+
+    def close(self) -> None:
+        self._executor.close()

@@ -1,0 +1,227 @@
+"""What is asked of a reducer, and what that means to an executor of programs: shared by the reducers of all devices.
+
+A `Request` is one operation; a `Meaning` is what all requests of its shape have in common, found once and kept.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from torch_cgx import _native
+from torch_cgx.config import Compression, Settings
+from torch_cgx.engines.computing import Reduction
+from torch_cgx.engines.recorder import GroupRecorder, Trail
+from torch_cgx.group.calls import collective_call
+from torch_cgx.group.futures import Completions
+from torch_cgx.group.layer_table import LayerTable
+from torch_cgx.kernels import Rounding
+from torch_cgx.plan.algorithms import IN_SHARES, Topology
+from torch_cgx.plan.layout import Layer, Layout
+from torch_cgx.plan.programs import layout_for
+
+__all__ = [
+    "PREPARED",
+    "Counts",
+    "Meaning",
+    "Meanings",
+    "Place",
+    "Request",
+    "begin_trail",
+    "call_of",
+    "is_compressed",
+    "make_reduction",
+    "note_change",
+    "share_meanings",
+    "stable_hash",
+]
+
+PREPARED = 1024  # kept a group; a training has a few dozen shapes
+
+
+@dataclass(slots=True)
+class Request:
+    """One tensor to be reduced in place by SUM or AVG; dense, not empty, of a type that the kernels know.
+
+    Or, with `in_shares`, a tensor of one share a rank: to be summed up into `share`, or gathered in place.
+    """
+
+    operation: str  # what the user called, for the board
+    tensor: Tensor
+    result: list[Tensor]
+    reduction: str | None  # None: nothing is reduced
+    compression: Compression
+    timeout_ms: int
+    asynchronous: bool  # False: the caller waits at once
+    layers: tuple[Layer, ...] | None = None  # what the tensor, or each share of it, consists of; None: as registered
+    residual: Tensor | None = None  # float32, as long, contiguous: gets what this rank's encoding loses
+    stochastic: bool | None = None  # None: as the group's settings say
+    in_shares: str | None = None  # REDUCE_SCATTER or ALL_GATHER; None: an allreduce
+    share: Tensor | None = None  # of a reduce-scatter: holds this rank's own values of its share, and gets the sum
+    factor: float = 1.0  # the sum is multiplied by it, as PREMUL_SUM asks
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is fixed for a group: who this rank is, its settings, its registered layers, who completes its futures."""
+
+    rank: int
+    world: int
+    settings: Settings
+    layers: LayerTable
+    completions: Completions
+    recorder: GroupRecorder = field(default_factory=GroupRecorder.unheard)
+
+    def cut(self, request: Request) -> tuple[Layer, ...]:
+        return request.layers or self.layers.cut(request.tensor.numel(), request.compression, self.settings)
+
+    def stochastic(self, request: Request) -> bool:
+        return self.settings.stochastic if request.stochastic is None else request.stochastic
+
+    def scale(self, request: Request) -> float:
+        return 1.0 / self.world if request.reduction == "AVG" else request.factor
+
+
+def call_of(request: Request, place: Place) -> _native.Call:
+    """What the board says of it."""
+    if request.operation == "barrier":  # its values are nobody's business
+        return collective_call("barrier")
+    tensor, compression = request.tensor, request.compression
+    plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
+    told = (tensor.stride(), place.cut(request), *((request.factor,) if request.factor != 1.0 else ()))
+    return collective_call(
+        request.operation,
+        tensor.dtype,
+        tuple(tensor.shape),
+        reduction=request.reduction,
+        bits=compression.bits,
+        block=0 if compression.bits == 32 else compression.block,
+        layout=0 if plain and tensor.is_contiguous() else stable_hash(told),
+    )
+
+
+@dataclass(slots=True)
+class Meaning:
+    """What a request means to an executor of programs, but for its tensor and its number."""
+
+    layers: tuple[Layer, ...] | None  # the request's own: as long as they live here, no others have their id
+    layout: Layout
+    widened: bool  # in a float32 copy: sums of several steps would be rounded to 16 bits, and might overflow, between
+    agreed: int
+    compressed: bool
+    payload_nbytes: int
+    call: _native.Call | None = None  # what the board says of it, once asked
+
+
+class Meanings:
+    """Kept by what tells requests apart. Layers by identity: to hash hundreds of them takes longer than all else."""
+
+    def __init__(self, place: Place, topology: Topology) -> None:
+        self._place = place
+        self.topology = topology
+        self._kept: dict[object, Meaning] = {}
+
+    def of(self, request: Request, slice_nbytes: int) -> Meaning:
+        tensor = request.tensor
+        key = (
+            *(request.operation, tensor.shape, tensor.stride(), tensor.dtype, request.reduction),
+            *(request.compression, id(request.layers), self._place.layers.version, slice_nbytes, request.factor),
+        )
+        return self._kept.get(key) or self._find(key, request, slice_nbytes)
+
+    def call(self, request: Request, meaning: Meaning) -> _native.Call:
+        """What the board says of it."""
+        if meaning.call is None:
+            meaning.call = call_of(request, self._place)
+        return meaning.call
+
+    def _find(self, key: object, request: Request, slice_nbytes: int) -> Meaning:
+        tensor, topology = request.tensor, self.topology
+        layers = self._place.cut(request)
+        widened = tensor.element_size() == 2 and (not topology.is_flat or topology.algorithm == "RING")
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction, request.factor)
+        layout = layout_for(topology, layers, 4 if widened else tensor.element_size(), slice_nbytes)
+        meaning = Meaning(
+            *(request.layers, layout, widened, stable_hash((*facts, _hash_of(layers)))),
+            compressed=is_compressed(layers),
+            payload_nbytes=sum(part.nbytes for part in layout.slices),
+        )
+        if len(self._kept) >= PREPARED:
+            self._kept.clear()
+        self._kept[key] = meaning
+        return meaning
+
+
+def share_meanings(place: Place) -> dict[str, Meanings]:
+    """Of reduce-scatters and all-gathers, which go from rank to rank whatever nodes these are on."""
+    return {algorithm: Meanings(place, Topology.flat(algorithm, place.world)) for algorithm in IN_SHARES}
+
+
+class Counts:
+    """What was done, as far as it is known when an operation is submitted."""
+
+    def __init__(self) -> None:
+        names = ("operations", "compressed_operations", "bytes_before", "bytes_after")
+        self.figures: dict[str, float] = dict.fromkeys(names, 0)
+
+    def add(self, request: Request, meaning: Meaning) -> None:
+        self.figures["operations"] += 1
+        self.figures["compressed_operations"] += meaning.compressed
+        self.figures["bytes_before"] += request.tensor.numel() * request.tensor.element_size()
+        self.figures["bytes_after"] += meaning.payload_nbytes
+
+
+def note_change(request: Request) -> None:
+    """Autograd shall notice that values it saved have changed."""
+    changed = request.tensor if request.share is None else request.share
+    if not changed.is_inference():
+        increment_version(changed)
+
+
+def make_reduction(request: Request, meaning: Meaning, place: Place, topology: Topology) -> Reduction:
+    """For an executor of programs, but for its number."""
+    tensor = request.tensor
+    note_change(request)
+    return Reduction(
+        values=torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)),
+        layout=meaning.layout,
+        topology=topology,
+        scale=place.scale(request),
+        rounding=Rounding(place.stochastic(request), place.settings.seed),
+        agreed=meaning.agreed,
+        residual=request.residual,
+        share=request.share,
+    )
+
+
+def begin_trail(request: Request, place: Place, reduction: Reduction, number: int = 0) -> Trail:
+    """Write a request down in the flight recorder. `number` 0: the group has no board to count calls."""
+    tensor, topology = request.tensor, reduction.topology
+    way = topology.algorithm if topology.is_flat else f"{topology.algorithm} of {max(topology.nodes) + 1} nodes"
+    nbytes = tensor.numel() * tensor.element_size()
+    payload_nbytes = sum(chunk.nbytes for part in reduction.layout.slices for chunk in part.chunks)
+    called = (request.operation, tensor.dtype, tensor.shape, request.reduction)
+    what = (*called, request.compression.bits, -1, nbytes, payload_nbytes)
+    carrier = place.recorder.carrier if tensor.device.type == "cpu" else "cuda"
+    return place.recorder.begin(what, f"{carrier} {way}", number)
+
+
+@lru_cache(maxsize=256)
+def _hash_of(layers: tuple[Layer, ...]) -> int:
+    return stable_hash(layers)
+
+
+def is_compressed(layers: Sequence[Layer]) -> bool:
+    return any(layer.quantizer.bits != 32 for layer in layers)
+
+
+def stable_hash(facts: Sequence[object]) -> int:
+    """The same in every process, as `hash` of a string is not."""
+    return zlib.crc32(repr(facts).encode())

@@ -1,0 +1,335 @@
+"""Handles on operations under way: what `all_reduce(..., async_op=True)` returns.
+
+Waiting happens in slices, natively and without the GIL; between two slices Python looks at signals, so that Ctrl-C
+ends a wait. Futures are completed by threads of their own (futures.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from torch_cgx.checked import SLICE_ENDED, Checked
+from torch_cgx.engines.recorder import Trail
+from torch_cgx.errors import CGXError, CGXTimeoutError, PeerLostError
+from torch_cgx.group.futures import SLICE_MS, Completions
+
+if TYPE_CHECKING:
+    from torch_cgx.engines.host.native import SharedGroup
+    from torch_cgx.engines.jobs import Job
+    from torch_cgx.inquiry import Inquiry
+
+__all__ = ["CarriedWork", "CompositeWork", "DoneWork", "EndOf", "JobWork", "PolledWork", "SharedWork"]
+
+_CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
+_DYING_S = 1.0  # how long the death of a peer may take to show after its connection was lost
+_TIMEOUT_WORDS = ("imed out", "timeout caused")
+_CONNECTION_WORDS = ("onnection", "peer", "roken pipe", "transport/tcp")  # of Gloo's errors when a peer is lost
+_WONDER_S = (0.5, 60.0)  # a wait without a board first asks the others after the first, then after twice as long, ...
+
+
+# Older torch lets the Python part of a Work die while C++ has it, which then waits for ever (seen with 2.6, in the
+# first all_gather of DDP; not with 2.13). C++ waits for one at once, or asks for its future: the last few are enough.
+_kept: deque[PolledWork] = deque(maxlen=16 if torch.__version__ < "2.13" else 0)
+
+
+class PolledWork(Work):
+    """What the kinds of work share: `_poll` waits for at most a slice, and raises what the operation failed with."""
+
+    def __init__(self, result: list[torch.Tensor], completions: Completions) -> None:
+        super().__init__()
+        self._result = result
+        self._completions = completions
+        self._failure: BaseException | None = None
+        self._done = False
+        _kept.append(self)
+
+    def _poll(self, slice_ms: int) -> bool:
+        raise NotImplementedError
+
+    def _abandoned(self) -> None:
+        """The waiting caller was interrupted."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it was seen to end; without a look."""
+        return self._done or self._failure is not None
+
+    def poll(self, slice_ms: int) -> bool:
+        """Wait for at most a slice; whether it is done."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._done:
+            try:
+                self._done = self._poll(slice_ms)
+            except Exception as error:  # a call that Gloo refuses may be a TypeError
+                self._failure = error
+                self._failed(error)
+                self._completions.failed(error)
+                raise
+        return self._done
+
+    def _failed(self, failure: Exception) -> None:
+        """It was seen to fail."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        try:
+            while not self.poll(SLICE_MS):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise CGXTimeoutError(f"wait(): Timed out after the {limit_s} s that it was given")
+        except KeyboardInterrupt:
+            self._abandoned()
+            raise
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        try:
+            return self.poll(0)
+        except Exception:
+            return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._failure is None
+
+    def exception(self) -> BaseException | None:
+        return self._failure if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._completions.future_of(self)
+
+    def new_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """One for its result."""
+        return torch.futures.Future()
+
+    def settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        """Give it the result, once that is there; runs its callbacks."""
+        future.set_result(self._result)
+
+
+class SharedWork(PolledWork):
+    """An operation of the native executor."""
+
+    def __init__(
+        self,
+        group: SharedGroup,
+        number: int,
+        release: Callable[[int], None],
+        result: list[torch.Tensor],
+        completions: Completions,
+    ) -> None:
+        super().__init__(result, completions)
+        self._group = group
+        self._number = number
+        self._release = release
+
+    def _poll(self, slice_ms: int) -> bool:
+        done = self._group.wait(self._number, slice_ms)
+        if done:
+            self._release(self._number)
+        return done
+
+    def _abandoned(self) -> None:
+        self._group.kick()
+
+    def native_seconds(self) -> float:
+        """From submission to completion by the native thread's clock."""
+        return self._group.native_seconds(self._number)
+
+
+class _Patience:
+    """Of one who waits without a board: it asks the others what they do, at ever longer intervals."""
+
+    def __init__(self, inquiry: Inquiry) -> None:
+        self._inquiry = inquiry
+        self._asks_s = _WONDER_S[0]
+        self._began_s: float | None = None
+
+    def check(self) -> None:
+        """Not done yet. Raises what the group has failed with."""
+        self._inquiry.check()
+        now_s = time.monotonic()
+        if self._began_s is None:
+            self._began_s = now_s
+        elif now_s - self._began_s > self._asks_s:
+            self._began_s, self._asks_s = now_s, min(2 * self._asks_s, _WONDER_S[1])
+            self._inquiry.wonder()
+
+
+class JobWork(PolledWork):
+    """An operation that the message executor's thread runs."""
+
+    def __init__(
+        self, job: Job, result: list[torch.Tensor], completions: Completions, inquiry: Inquiry | None = None
+    ) -> None:
+        super().__init__(result, completions)
+        self._job = job
+        self._patience = None if inquiry is None else _Patience(inquiry)
+
+    def _poll(self, slice_ms: int) -> bool:
+        if self._job.wait(slice_ms / 1000):
+            return True
+        if self._patience is not None:
+            self._patience.check()
+        return False
+
+
+class CarriedWork(PolledWork):
+    """An operation that Gloo or NCCL carries, watched over the group's board, or by inquiry."""
+
+    def __init__(
+        self,
+        inner: Any,
+        what: str,
+        group: SharedGroup | None,
+        inquiry: Inquiry | None,
+        sequence: int,
+        result: list[torch.Tensor],
+        completions: Completions,
+        trail: Trail | None = None,
+    ) -> None:
+        super().__init__(result, completions)
+        self._trail = trail
+        self._inner = inner
+        self._what = what
+        self._group = group
+        self._sequence = sequence
+        self._inquiry = inquiry
+        self._patience = None if inquiry is None else _Patience(inquiry)
+
+    def _poll(self, slice_ms: int) -> bool:
+        try:
+            if slice_ms == 0:
+                if not self._inner.is_completed():
+                    return False
+                self._inner.wait()
+            else:
+                self._inner.wait(timedelta(milliseconds=min(slice_ms, _CARRIED_SLICE_MS)))
+        except RuntimeError as error:
+            if getattr(self._inner, "refusal", None) is error:
+                raise
+            if self._group is not None:
+                self._group.check_missing(self._sequence)
+            if SLICE_ENDED in str(error):
+                if self._patience is not None:
+                    self._patience.check()
+                return False
+            raise self._translated(error) from None
+        if self._group is not None:
+            self._group.check(self._sequence)
+        if self._trail is not None:
+            self._trail.finish()
+        return True
+
+    def _failed(self, failure: Exception) -> None:
+        if self._trail is not None:
+            self._trail.finish(failure)
+
+    def _abandoned(self) -> None:
+        if isinstance(self._inner, Checked):
+            self._inner.abandon()
+
+    def _translated(self, error: RuntimeError) -> RuntimeError:
+        """Trouble between ranks as one of our errors, told to the peers; what Gloo refuses to do as it is."""
+        text = str(error)
+        kind: type[CGXError]
+        if isinstance(error, CGXError):
+            return error if self._inquiry is None else self._inquiry.explain(error, self._sequence)
+        if any(word in text for word in _TIMEOUT_WORDS):
+            kind, failed = CGXTimeoutError, "failed: Timed out waiting for other ranks"
+        elif any(word in text for word in _CONNECTION_WORDS):
+            kind, failed = PeerLostError, "failed"
+        else:
+            return error
+        if self._group is None:
+            ours = kind(f"{self._what} {failed}: {text}")
+            return ours if self._inquiry is None else self._inquiry.explain(ours, self._sequence)
+        if kind is PeerLostError:
+            self._name_the_lost()
+        behind = self._group.laggards(self._sequence)
+        if behind:
+            why = f"{behind}. Make sure that all ranks call the same collectives."
+        else:
+            why = "all ranks have made this call, so one of them is stopped, or cut off from others. Restart all ranks."
+        ours = kind(f"{self._what} {failed}: {why} ({text})")
+        self._group.fail(ours)
+        return ours
+
+    def _name_the_lost(self) -> None:
+        """Raise an error that names the peer, if one dies now: a process's sockets close a moment before it is gone."""
+        assert self._group is not None
+        deadline = time.monotonic() + _DYING_S
+        while time.monotonic() < deadline:
+            self._group.check_alive(self._sequence)
+            time.sleep(0.001)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if self._group is None and self._inquiry is None:
+            future: torch.futures.Future[list[torch.Tensor]] = self._inner.get_future()
+            return future
+        return super().get_future()
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+
+class CompositeWork(PolledWork):
+    """Several operations that make one, and what is to be done once when all are."""
+
+    def __init__(
+        self, parts: list[Any], finish: Callable[[], object], result: list[torch.Tensor], completions: Completions
+    ) -> None:
+        super().__init__(result, completions)
+        self._parts = parts
+        self._finish = finish
+        self._lock = threading.Lock()  # the caller and the thread of futures may both get here
+
+    def _poll(self, slice_ms: int) -> bool:
+        if not all(part.poll(slice_ms) for part in self._parts):
+            return False
+        with self._lock:
+            if not self._done:
+                self._finish()
+                self._done = True
+        return True
+
+    def _abandoned(self) -> None:
+        for part in self._parts:
+            part._abandoned()
+
+
+class EndOf:
+    """A part of a composite work that has only to end; what it fails with, its own handle raises."""
+
+    def __init__(self, work: PolledWork) -> None:
+        self._work = work
+
+    def poll(self, slice_ms: int) -> bool:
+        try:
+            return self._work.poll(slice_ms)
+        except Exception:
+            return True
+
+    def _abandoned(self) -> None:
+        self._work._abandoned()
+
+
+class DoneWork(PolledWork):
+    """An operation that needed nothing."""
+
+    def _poll(self, slice_ms: int) -> bool:
+        return True

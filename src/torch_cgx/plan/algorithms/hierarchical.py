@@ -1,0 +1,154 @@
+"""The hierarchy of nodes: sums are made within each node first, so that a node sends its sum once.
+
+Some ranks of each node speak for it: its first, second, ... rank for share 0, 1, ... of the values. The link of a
+node carries 2 (M - 1) / M of the whole payload for M nodes, however many ranks a node has.
+
+Nodes are counted in the order of their first ranks, from 0, whatever they are called. Chunk share * M + node belongs
+to that share, and that node's speaker sums it up across nodes. Where every rank is a node of its own, this is the
+flat algorithm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from torch_cgx.plan.algorithms import ring, scatter_reduce_allgather
+from torch_cgx.plan.algorithms.flat import check_rank
+from torch_cgx.plan.algorithms.slots import inside
+from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Step
+
+__all__ = ["CROSS", "Among", "check_nodes", "most_shares", "n_chunks", "program"]
+
+_T = TypeVar("_T")
+
+
+class Among(Protocol):
+    """A flat algorithm on some ranks and some chunks."""
+
+    def __call__(
+        self,
+        ranks: Sequence[int],
+        chunks: Sequence[int | None],
+        rank: int,
+        listeners: Sequence[int] = (),
+        *,
+        exact: bool = False,
+    ) -> list[Step]: ...
+
+
+# How speakers reduce their share, by the names that CGX_CROSS_REDUCTION_TYPE has.
+CROSS: Mapping[str, Among] = {
+    "SRA": scatter_reduce_allgather.among,
+    "RING": ring.among,
+}
+
+
+def most_shares(nodes: Sequence[int]) -> int:
+    """How many ranks can speak on every node: as many as the smallest has."""
+    return min(Counter(nodes).values())
+
+
+def n_chunks(nodes: Sequence[int], shares: int) -> int:
+    return shares * len(set(nodes))
+
+
+def check_nodes(nodes: Sequence[int], shares: int, cross: str) -> None:
+    if not nodes:
+        raise ValueError("nodes: expected one for each rank, got none")
+    if not 1 <= shares <= most_shares(nodes):
+        raise ValueError(f"shares: expected 1 to {most_shares(nodes)}, the ranks of the smallest node, got {shares}")
+    if cross not in CROSS:
+        raise ValueError(f"the algorithm between nodes: expected {' or '.join(CROSS)}, got {cross}")
+
+
+def program(
+    chunks_nonempty: Sequence[bool],
+    rank: int,
+    nodes: Sequence[int],
+    *,
+    shares: int,
+    cross: str,
+    compress_inside: bool,
+) -> Program:
+    """The steps of one rank; `nodes` says by rank which node it is on.
+
+    1. For each share but my own, encode my values for the rank of my node that speaks for it, and send them to it.
+    2. A speaker adds its node's values to its own, in the order of ranks, chunk by chunk as it needs them,
+    3. reduces its share together with that share's speakers on other nodes,
+    4. and sends every sum, as it is, to the other ranks of its node.
+    5. Receive and decode the sums of the other shares.
+
+    `compress_inside` False: contributions are exact within a node, and with one node alone sums are too.
+    """
+    check_nodes(nodes, shares, cross)
+    check_rank(rank, len(nodes))
+    if len(chunks_nonempty) != n_chunks(nodes, shares):
+        raise ValueError(f"chunks: expected {n_chunks(nodes, shares)}, got {len(chunks_nonempty)}")
+    if len(nodes) == 1:
+        return ()
+    members = [[peer for peer, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
+    home = next(ranks for ranks in members if rank in ranks)
+    place = home.index(rank)
+
+    # What the speaker of each share on my node does across nodes, and sends on within.
+    spoken: list[list[Step]] = []
+    for share, speaker in enumerate(home[:shares]):
+        first = share * len(members)
+        chunks = [first + node if chunks_nonempty[first + node] else None for node in range(len(members))]
+        speakers = [ranks[share] for ranks in members]
+        listeners = [peer for peer in home if peer != speaker]
+        exact = not compress_inside and len(members) == 1
+        spoken.append(CROSS[cross](speakers, chunks, speaker, listeners, exact=exact))
+
+    # From the share after mine on, so that not all ranks write to the same speaker.
+    others = [share % shares for share in range(place + 1, place + 1 + shares) if share % shares != place]
+    steps: list[Step] = []
+    for chunk in _in_turn([_needed(spoken[share]) for share in others]):
+        steps.append(Encode(chunk, inside(rank, chunk), not compress_inside))
+        steps.append(Send(inside(rank, chunk), home[chunk // len(members)]))
+    if place < shares:
+        steps.extend(_gathering(spoken[place], [peer for peer in home if peer != rank]))
+    for decode in _in_turn([_handed_on(spoken[share], rank) for share in others]):
+        steps.append(Receive(decode.slot, home[decode.chunk // len(members)]))
+        steps.append(decode)
+    return tuple(steps)
+
+
+def _needed(spoken: Sequence[Step]) -> list[int]:
+    """The chunks whose values a speaker uses, in the order in which it does."""
+    return [step.chunk for step in spoken if isinstance(step, Encode | Reduce)]
+
+
+def _gathering(spoken: Sequence[Step], peers: Sequence[int]) -> Iterator[Step]:
+    """A speaker's steps, with those that add its node's values, before it waits for other nodes' sums to add."""
+    waits: list[Step] = []
+    for step in spoken:
+        if isinstance(step, Receive):
+            waits.append(step)
+            continue
+        if isinstance(step, Reduce) and not step.inputs:  # one node alone: all are coded alike, and summed up at once
+            yield from (Receive(inside(peer, step.chunk), peer) for peer in peers)
+            step = replace(step, inputs=tuple(inside(peer, step.chunk) for peer in peers))
+        elif isinstance(step, Encode | Reduce):
+            for peer in peers:
+                yield Receive(inside(peer, step.chunk), peer)
+                yield Add(inside(peer, step.chunk), step.chunk)
+        yield from waits
+        yield step
+        waits.clear()
+
+
+def _handed_on(spoken: Sequence[Step], listener: int) -> list[Decode]:
+    """What a listener does with the sums, in the order in which the speaker sends them."""
+    chunks = {step.slot: step.chunk for step in spoken if isinstance(step, Reduce | Decode)}
+    sent = [step.slot for step in spoken if isinstance(step, Send) and step.peer == listener]
+    return [Decode(slot, chunks[slot]) for slot in sent]
+
+
+def _in_turn(lists: Sequence[Sequence[_T]]) -> Iterator[_T]:
+    """The first of each list, then the second of each, ..."""
+    for place in range(max(map(len, lists), default=0)):
+        yield from (items[place] for items in lists if place < len(items))

@@ -1,0 +1,79 @@
+"""The ring: every rank receives from the one before it and sends to the one after it, and from nobody else.
+
+Rank c owns chunk c. With N ranks each sends 2 (N - 1) messages, in all 2 (N - 1) / N of the whole payload, as little
+as an allreduce can, and all of it to one neighbour. But sums grow hop by hop and are quantized at each, a
+contribution up to N times, and 2 (N - 1) messages follow each other, where SRA has two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_cgx.plan.algorithms.flat import owned_chunks
+from torch_cgx.plan.algorithms.slots import hop, total
+from torch_cgx.plan.program import Decode, Encode, Program, Receive, Reduce, Send, Step
+
+__all__ = ["among", "n_chunks", "program"]
+
+
+def n_chunks(world: int) -> int:
+    return world
+
+
+def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
+    """The steps of one rank. Nothing is done for an empty chunk, nor by the only rank of a world."""
+    chunks = owned_chunks(chunks_nonempty, rank, world)
+    return tuple(among(range(world), chunks, rank)) if world > 1 else ()
+
+
+def among(
+    ranks: Sequence[int],
+    chunks: Sequence[int | None],
+    rank: int,
+    listeners: Sequence[int] = (),
+    *,
+    exact: bool = False,
+) -> list[Step]:
+    """The steps of one of these ranks, who own one of these chunks each; None: an empty one.
+
+    1. Reduce-scatter: a chunk's way starts behind its owner. Encode my values of the chunk before mine and send them
+       on; then, chunk by chunk backwards, receive a sum so far, add my values, encode and send it on. The last is
+       my own chunk: its sum is complete.
+    2. Allgather: send that payload on; receive the sums of the chunks before mine, send each on as it is, unless
+       the next rank is its owner, and decode it.
+
+    To the listeners, who are none of these ranks, this rank sends every sum on.
+    """
+    me = ranks.index(rank)
+    before, after = ranks[me - 1], ranks[(me + 1) % len(ranks)]
+    backwards = [chunks[me - distance] for distance in range(1, len(ranks))]
+    mine = chunks[me]
+    steps: list[Step] = []
+
+    for distance, chunk in enumerate(backwards, start=1):
+        if chunk is None:
+            continue
+        if distance == 1:
+            steps.append(Encode(chunk, hop(rank, chunk), exact))
+        else:
+            steps.append(Receive(hop(before, chunk), before))
+            steps.append(Reduce((hop(before, chunk),), chunk, hop(rank, chunk), final=False, exact=exact))
+        steps.append(Send(hop(rank, chunk), after))
+
+    if mine is not None:
+        alone = len(ranks) == 1
+        if not alone:
+            steps.append(Receive(hop(before, mine), before))
+        steps.append(Reduce(() if alone else (hop(before, mine),), mine, total(mine), exact=exact))
+        steps.extend(Send(total(mine), peer) for peer in (*(() if alone else (after,)), *listeners))
+
+    for chunk in backwards:
+        if chunk is None:
+            continue
+        steps.append(Receive(total(chunk), before))
+        if chunk != chunks[(me + 1) % len(ranks)]:
+            steps.append(Send(total(chunk), after))
+        steps.extend(Send(total(chunk), listener) for listener in listeners)
+        steps.append(Decode(total(chunk), chunk))
+
+    return steps

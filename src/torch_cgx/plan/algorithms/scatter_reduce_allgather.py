@@ -1,0 +1,68 @@
+"""Scatter-reduce-allgather (SRA): every rank reduces one chunk and hands the sum to all.
+
+Rank c owns chunk c. With N ranks each sends 2 (N - 1) messages, in all 2 (N - 1) / N of the whole payload, as
+little as an allreduce can. Every contribution is quantized at most twice, whatever N is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_cgx.plan.algorithms.flat import owned_chunks
+from torch_cgx.plan.algorithms.slots import part, total
+from torch_cgx.plan.program import Decode, Encode, Program, Receive, Reduce, Send, Step
+
+__all__ = ["among", "n_chunks", "program"]
+
+
+def n_chunks(world: int) -> int:
+    return world
+
+
+def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
+    """The steps of one rank. Nothing is done for an empty chunk, nor by the only rank of a world."""
+    chunks = owned_chunks(chunks_nonempty, rank, world)
+    return tuple(among(range(world), chunks, rank)) if world > 1 else ()
+
+
+def among(
+    ranks: Sequence[int],
+    chunks: Sequence[int | None],
+    rank: int,
+    listeners: Sequence[int] = (),
+    *,
+    exact: bool = False,
+) -> list[Step]:
+    """The steps of one of these ranks, who own one of these chunks each; None: an empty one.
+
+    1. Scatter: for each peer, encode my values of its chunk and send them to it.
+    2. Reduce: receive all peers' values of my chunk, add them to mine in the order of the ranks, encode the sum.
+    3. Allgather: send that payload to every peer; receive and decode every other chunk's sum.
+
+    Peers are taken in turn from the next rank on, so that not all ranks wait for, or write to, the same one. To the
+    listeners, who are none of these ranks, this rank sends every sum on.
+    """
+    me = ranks.index(rank)
+    places = [(me + distance) % len(ranks) for distance in range(1, len(ranks))]
+    peers = [ranks[place] for place in places]
+    others = [(ranks[place], chunk) for place in places if (chunk := chunks[place]) is not None]
+    mine = chunks[me]
+    steps: list[Step] = []
+
+    for owner, chunk in others:
+        steps.append(Encode(chunk, part(rank, chunk), exact))
+        steps.append(Send(part(rank, chunk), owner))
+
+    if mine is not None:
+        # The rank before me starts with my chunk, so that its part comes first.
+        steps.extend(Receive(part(peer, mine), peer) for peer in reversed(peers))
+        parts = tuple(part(peer, mine) for peer in ranks if peer != rank)
+        steps.append(Reduce(parts, mine, total(mine), exact=exact))
+        steps.extend(Send(total(mine), peer) for peer in (*peers, *listeners))
+
+    for owner, chunk in others:
+        steps.append(Receive(total(chunk), owner))
+        steps.extend(Send(total(chunk), listener) for listener in listeners)
+        steps.append(Decode(total(chunk), chunk))
+
+    return steps

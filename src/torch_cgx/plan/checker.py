@@ -1,0 +1,360 @@
+"""Proves programs right: that those of all ranks make one allreduce, one reduce-scatter or one all-gather.
+
+They are run without values: what is followed is whose contributions a slot or a chunk holds, how often each was
+quantized, and from which payload its bits come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch_cgx.errors import ProgramError
+from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
+
+__all__ = ["Message", "Report", "check", "check_all_gather", "check_reduce_scatter"]
+
+
+class Message(NamedTuple):
+    """A payload on its way."""
+
+    sender: int
+    receiver: int
+    chunk: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a set of correct programs costs."""
+
+    quantizations: dict[int, int]  # by chunk: how often the contribution that suffers most is quantized
+    messages: tuple[int, ...]  # by rank: how many it sends
+    sent_nbytes: tuple[int, ...] | None  # by rank; None where the chunks' sizes were not told
+    sent: tuple[Message, ...]  # all of them, by sender
+
+
+def check(
+    programs: Sequence[Program],
+    chunk_nbytes: Sequence[int] | None = None,
+    exact_nbytes: Sequence[int] | None = None,
+) -> Report:
+    """Prove that the programs of ranks 0, 1, ... make one allreduce; raise `ProgramError` if they do not.
+
+    1. Every receive meets exactly one send, and every send one receive.
+    2. Run without values, no rank waits for ever, no slot is read before it is written or written twice, and what
+       is summed in one step is coded alike.
+    3. No sum counts a contribution twice, and none is scaled twice or added to once it is scaled.
+    4. In the end every rank holds every chunk that anybody touched, all from the same payload, or from the same
+       payloads combined in the same order; and that is the sum of the contributions of all ranks, scaled.
+    5. A rank quantizes a chunk at most once, so that what it loses of each value is one number: its residual.
+
+    A chunk that no program touches is empty and needs nothing. `chunk_nbytes` and `exact_nbytes` are the lengths of
+    the chunks' payloads, compressed and exact.
+    """
+    ranks = _run(programs)
+    return _report(ranks, _check_allreduce(ranks), chunk_nbytes, exact_nbytes)
+
+
+def check_reduce_scatter(programs: Sequence[Program], chunk_nbytes: Sequence[int] | None = None) -> Report:
+    """Prove that the programs make one reduce-scatter.
+
+    That is 1 to 3 and 5 of `check`, that rank c's share ends as the sum of the contributions of all
+    ranks to chunk c, scaled, each quantized at most once, and that values are only read.
+    """
+    ranks = _run(programs)
+    return _report(ranks, _check_shares(ranks), chunk_nbytes)
+
+
+def check_all_gather(programs: Sequence[Program], chunk_nbytes: Sequence[int] | None = None) -> Report:
+    """Prove that the programs make one all-gather.
+
+    That is 1, 2 and 5 of `check`, and that in the end all ranks, rank c included, hold chunk c
+    from the same payload, which rank c made of its own values.
+    """
+    ranks = _run(programs)
+    return _report(ranks, _check_gathered(ranks), chunk_nbytes)
+
+
+def _run(programs: Sequence[Program]) -> list[_Rank]:
+    _check_messages(programs)
+    ranks = [_Rank(rank, program) for rank, program in enumerate(programs)]
+    _simulate(ranks)
+    return ranks
+
+
+def _report(
+    ranks: Sequence[_Rank],
+    quantizations: dict[int, int],
+    chunk_nbytes: Sequence[int] | None,
+    exact_nbytes: Sequence[int] | None = None,
+) -> Report:
+    for rank in ranks:
+        for chunk, times in rank.quantized.items():
+            if times > 1:
+                raise ProgramError(f"chunk {chunk}: rank {rank.rank} quantizes it {times} times, expected one at most")
+    sent_nbytes = None
+    if chunk_nbytes is not None:
+        if exact_nbytes is None and any(message.exact for rank in ranks for message in rank.sent):
+            raise ValueError(
+                "exact_nbytes: expected the lengths of exact payloads, which these programs send, got None"
+            )
+        sizes = (chunk_nbytes, exact_nbytes or ())
+        sent_nbytes = tuple(sum(sizes[message.exact][message.chunk] for message in rank.sent) for rank in ranks)
+    sent = tuple(message for rank in ranks for message in rank.sent)
+    return Report(quantizations, tuple(len(rank.sent) for rank in ranks), sent_nbytes, sent)
+
+
+class _Origin(NamedTuple):
+    """Where the bits of values come from. The same origin means the same bits."""
+
+    payloads: tuple[tuple[int, str], ...]  # by the rank and slot that first held them
+    combined: bool = False
+
+    def __str__(self) -> str:
+        names = ", ".join(f"slot {slot} of rank {rank}" for rank, slot in self.payloads)
+        return f"the combination of {names}" if self.combined else f"the payload of {names}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What values of a chunk, encoded or not, stand for: a sum of contributions."""
+
+    chunk: int
+    quantizations: dict[int, int]  # by contributing rank: how often its share was quantized
+    origin: _Origin | None = None  # None: values of a rank's own
+    scaled: bool = False
+    exact: bool = False  # how the payload is coded
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank in the simulation."""
+
+    rank: int
+    program: Program
+    position: int = 0
+    slots: dict[str, _Content] = field(default_factory=dict)
+    values: dict[int, _Content] = field(default_factory=dict)
+    shares: dict[int, _Content] = field(default_factory=dict)  # what sums are made in, beside the values
+    sent: list[Message] = field(default_factory=list)
+    quantized: Counter[int] = field(default_factory=Counter)  # how often, by chunk
+
+    def fail(self, problem: str) -> ProgramError:
+        step = self.program[self.position]
+        return ProgramError(f"rank {self.rank}, step {self.position + 1} ({step}): {problem}")
+
+    def read(self, slot: str) -> _Content:
+        if slot not in self.slots:
+            raise self.fail(f"slot {slot} is read before it is written")
+        return self.slots[slot]
+
+    def read_chunk(self, slot: str, chunk: int) -> _Content:
+        content = self.read(slot)
+        if content.chunk != chunk:
+            raise self.fail(f"slot {slot} holds chunk {content.chunk}, not {chunk}")
+        return content
+
+    def write(self, slot: str, content: _Content) -> None:
+        if slot in self.slots:
+            raise self.fail(f"slot {slot} is written twice")
+        self.slots[slot] = content
+
+    def value(self, chunk: int) -> _Content:
+        return self.values.get(chunk) or _Content(chunk, {self.rank: 0})
+
+    def share(self, chunk: int) -> _Content:
+        """Which holds a copy of this rank's own values at first."""
+        return self.shares.get(chunk) or _Content(chunk, {self.rank: 0})
+
+    def inputs(self, slots: Iterable[str], chunk: int, exact: bool) -> list[_Content]:
+        contents = []
+        for slot in slots:
+            content = self.read_chunk(slot, chunk)
+            if content.exact != exact:
+                raise self.fail(f"slot {slot} is {_coding(content.exact)}, and the others are {_coding(exact)}")
+            contents.append(content)
+        return contents
+
+    def total(self, contents: Iterable[_Content], chunk: int, scaled: bool, origin: _Origin | None = None) -> _Content:
+        """The sum of these, not encoded."""
+        quantizations: dict[int, int] = {}
+        parts = list(contents)
+        for content in parts:
+            for contributor, times in content.quantizations.items():
+                if contributor in quantizations:
+                    raise self.fail(f"the contribution of rank {contributor} is summed twice")
+                quantizations[contributor] = times
+        if any(content.scaled for content in parts):
+            raise self.fail("what is summed up was scaled already")
+        return _Content(chunk, quantizations, origin, scaled)
+
+    def write_encoded(self, content: _Content, slot: str, exact: bool) -> _Content:
+        """This, quantized once more, unless it is exact, into a slot."""
+        quantizations = {rank: times + (not exact) for rank, times in content.quantizations.items()}
+        coded = _Content(content.chunk, quantizations, _Origin(((self.rank, slot),)), content.scaled, exact)
+        self.write(slot, coded)
+        self.quantized[content.chunk] += not exact
+        return coded
+
+
+def _coding(exact: bool) -> str:
+    return "exact" if exact else "compressed"
+
+
+def _check_messages(programs: Sequence[Program]) -> None:
+    sends: Counter[tuple[int, int, str]] = Counter()
+    receives: Counter[tuple[int, int, str]] = Counter()
+    for rank, program in enumerate(programs):
+        for step in program:
+            if not isinstance(step, (Send, Receive)):
+                continue
+            if step.peer == rank or not 0 <= step.peer < len(programs):
+                raise ProgramError(f"rank {rank} ({step}): expected another of the {len(programs)} ranks")
+            if isinstance(step, Send):
+                sends[rank, step.peer, step.slot] += 1
+            else:
+                receives[step.peer, rank, step.slot] += 1
+    for sender, receiver, slot in sorted(sends.keys() | receives.keys()):
+        sent, received = sends[sender, receiver, slot], receives[sender, receiver, slot]
+        if sent != 1 or received != 1:
+            raise ProgramError(
+                f"slot {slot} from rank {sender} to rank {receiver}: expected one send and one receive, "
+                f"got {sent} and {received}"
+            )
+
+
+def _simulate(ranks: Sequence[_Rank]) -> None:
+    """Let every rank go on until it waits for a message, again and again, until all are through."""
+    messages: dict[tuple[int, int, str], _Content] = {}
+    waiting_for: dict[tuple[int, int, str], _Rank] = {}
+    runnable = list(reversed(ranks))
+    while runnable:
+        rank = runnable.pop()
+        while rank.position < len(rank.program):
+            step = rank.program[rank.position]
+            if isinstance(step, Send):
+                message = (rank.rank, step.peer, step.slot)
+                content = messages[message] = rank.read(step.slot)
+                rank.sent.append(Message(rank.rank, step.peer, content.chunk, content.exact))
+                if message in waiting_for:
+                    runnable.append(waiting_for.pop(message))
+            elif isinstance(step, Receive):
+                message = (step.peer, rank.rank, step.slot)
+                if message not in messages:
+                    waiting_for[message] = rank
+                    break
+                rank.write(step.slot, messages[message])
+            else:
+                _compute(rank, step)
+            rank.position += 1
+    if waiting_for:
+        raise _circular_wait(list(waiting_for.values()))
+
+
+def _compute(rank: _Rank, step: Encode | Reduce | Add | Combine | Sum | Decode) -> None:
+    chunk = step.chunk
+    if isinstance(step, Encode):
+        rank.write_encoded(rank.value(chunk), step.slot, step.exact)
+    elif isinstance(step, Reduce):
+        inputs = rank.inputs(step.inputs, chunk, step.exact)
+        total = rank.total([rank.value(chunk), *inputs], chunk, step.final)
+        rank.values[chunk] = rank.write_encoded(total, step.slot, step.exact)
+    elif isinstance(step, Add):
+        rank.values[chunk] = rank.total([rank.value(chunk), rank.read_chunk(step.slot, chunk)], chunk, scaled=False)
+    elif isinstance(step, Combine):
+        if not step.inputs:
+            raise rank.fail("expected at least one slot")
+        inputs = rank.inputs(step.inputs, chunk, rank.read(step.inputs[0]).exact)
+        origin = _Origin(
+            tuple(payload for content in inputs if content.origin for payload in content.origin.payloads), True
+        )
+        rank.values[chunk] = rank.total(inputs, chunk, True, origin)
+    elif isinstance(step, Sum):
+        if chunk != rank.rank:
+            raise rank.fail(f"chunk {chunk} is not in this rank's share")
+        if not step.inputs:
+            raise rank.fail("expected at least one slot")
+        inputs = rank.inputs(step.inputs, chunk, rank.read(step.inputs[0]).exact)
+        rank.shares[chunk] = rank.total([rank.share(chunk), *inputs], chunk, scaled=True)
+    else:
+        rank.values[chunk] = rank.read_chunk(step.slot, chunk)
+
+
+def _circular_wait(stuck: Sequence[_Rank]) -> ProgramError:
+    """Every receive has its send, so who is stuck waits for somebody stuck: follow that until it closes."""
+    waits = {rank.rank: rank for rank in stuck}
+    seen: list[_Rank] = []
+    rank = stuck[0]
+    while rank not in seen:
+        seen.append(rank)
+        step = rank.program[rank.position]
+        assert isinstance(step, Receive)
+        rank = waits[step.peer]
+    circle = seen[seen.index(rank) :]
+    waits_at = [f"rank {r.rank} waits at step {r.position + 1} ({r.program[r.position]})" for r in circle]
+    return ProgramError(f"circular wait: {'; '.join(waits_at)}")
+
+
+def _touched(ranks: Sequence[_Rank]) -> list[int]:
+    """The chunks that are not empty."""
+    steps = (step for rank in ranks for step in rank.program)
+    return sorted({step.chunk for step in steps if not isinstance(step, (Send, Receive))})
+
+
+def _check_allreduce(ranks: Sequence[_Rank]) -> dict[int, int]:
+    quantizations: dict[int, int] = {}
+    for chunk in _touched(ranks):
+        results = [rank.value(chunk) for rank in ranks]
+        for number, result in enumerate(results):
+            if result.origin is None:
+                raise ProgramError(f"chunk {chunk}: rank {number} ends with its own values, not with the sum")
+        _check_same_bits(chunk, results)
+        quantizations[chunk] = _check_sum(chunk, results[0], len(ranks))
+    return quantizations
+
+
+def _check_shares(ranks: Sequence[_Rank]) -> dict[int, int]:
+    quantizations: dict[int, int] = {}
+    for chunk in _touched(ranks):
+        if chunk >= len(ranks):
+            raise ProgramError(f"chunk {chunk}: expected one in the share of one of the {len(ranks)} ranks")
+        times = quantizations[chunk] = _check_sum(chunk, ranks[chunk].share(chunk), len(ranks))
+        if times > 1:
+            raise ProgramError(f"chunk {chunk}: a contribution is quantized {times} times, expected one at most")
+    for rank in ranks:
+        for chunk in rank.values:
+            raise ProgramError(f"chunk {chunk}: rank {rank.rank} writes over its values, which are only to be read")
+    return quantizations
+
+
+def _check_gathered(ranks: Sequence[_Rank]) -> dict[int, int]:
+    quantizations: dict[int, int] = {}
+    for chunk in _touched(ranks):
+        results = [rank.value(chunk) for rank in ranks]
+        _check_same_bits(chunk, results)
+        if results[0].origin is None or results[0].quantizations.keys() != {chunk}:
+            raise ProgramError(f"chunk {chunk}: expected what rank {chunk} encoded, got {results[0].origin}")
+        quantizations[chunk] = results[0].quantizations[chunk]
+    return quantizations
+
+
+def _check_same_bits(chunk: int, results: Sequence[_Content]) -> None:
+    for number, result in enumerate(results):
+        if result.origin != results[0].origin:
+            raise ProgramError(
+                f"chunk {chunk}: the bits differ: rank 0 ends with {results[0].origin}, "
+                f"rank {number} with {result.origin}"
+            )
+
+
+def _check_sum(chunk: int, result: _Content, world: int) -> int:
+    """That it has all contributions and is scaled; how often the one that suffers most is quantized."""
+    missing = sorted(set(range(world)) - result.quantizations.keys())
+    if missing:
+        raise ProgramError(f"chunk {chunk}: the sum misses the contributions of ranks {missing}")
+    if not result.scaled:
+        raise ProgramError(f"chunk {chunk}: the sum is never scaled: expected a final reduce, a combine or a sum")
+    return max(result.quantizations.values())

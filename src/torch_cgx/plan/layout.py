@@ -1,0 +1,228 @@
+"""How one flat tensor of consecutive layers is cut: into slices, chunks and pieces of layers.
+
+Pure arithmetic on shapes and settings, the same on every rank: no values, no ranks' own state, no I/O. A
+slice is what one program handles; a chunk is the part of it that one rank reduces; a piece is the part of a
+chunk that lies in one layer, one row of the kernels' table. Cuts lie at layers' ends or at multiples of the
+quantizer's `cut_numel` from a layer's start, so that no block and no byte of levels is ever divided.
+
+A tensor for an allreduce is cut wherever that is best. One of which every rank has a share, as reduce-scatters and
+all-gathers know it, is cut by shares first: chunk c of every slice lies in the share of rank c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from torch_cgx.codecs import Identity, Quantizer
+from torch_cgx.kernels import Piece
+
+__all__ = ["Chunk", "Layer", "Layout", "Piece", "Slice", "make_layout", "make_shares_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Consecutive values that are quantized the same way; an empty one is allowed."""
+
+    numel: int
+    quantizer: Quantizer
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of a slice that one rank reduces. Its payload fills a slot; 0 bytes where it is empty."""
+
+    pieces: tuple[Piece, ...]  # consecutive values
+    nbytes: int
+    itemsize: int  # bytes of a value
+    share: int = 0  # where the share that it lies in begins
+
+    @cached_property
+    def in_share(self) -> tuple[Piece, ...]:
+        """The same pieces where the share is a tensor of its own."""
+        return tuple(replace(piece, offset=piece.offset - self.share) for piece in self.pieces)
+
+    @cached_property
+    def exact(self) -> Chunk:
+        """The same values as one raw piece, whatever their quantizers are: how exact payloads are coded."""
+        if not self.pieces:
+            return self
+        raw = Identity()
+        numel = sum(piece.numel for piece in self.pieces)
+        piece = Piece(self.pieces[0].offset, numel, raw.bits, raw.block, raw.raw_tail(numel), payload=0)
+        return Chunk((piece,), raw.payload_nbytes(numel, self.itemsize), self.itemsize, self.share)
+
+    def coded(self, exact: bool) -> Chunk:
+        """The pieces and the length of this chunk's payload in one of the two codings."""
+        return self.exact if exact else self
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one program handles."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its chunks' payloads."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The whole tensor, slice after slice. A tensor without values has none."""
+
+    slices: tuple[Slice, ...]
+
+
+def make_layout(layers: Sequence[Layer], n_chunks: int, itemsize: int, slice_nbytes: int) -> Layout:
+    """Cut consecutive layers of one flat tensor with values of `itemsize` bytes into slices of `n_chunks` chunks.
+
+    How many chunks a slice has is for the algorithm to say: SRA has one a rank. A slice covers at most `slice_nbytes`
+    of values, but at least one cut unit.
+    """
+    return _make_layout(tuple(layers), n_chunks, itemsize, slice_nbytes)
+
+
+def make_shares_layout(layers: Sequence[Layer], world: int, itemsize: int, slice_nbytes: int) -> Layout:
+    """Cut a tensor of one share a rank, each of these consecutive layers, into slices of one chunk a share.
+
+    A slice covers at most `slice_nbytes` of values, of all shares together, but at least one cut unit of each.
+    """
+    return _make_shares_layout(tuple(layers), world, itemsize, slice_nbytes)
+
+
+class _Span(NamedTuple):
+    """Values of one layer that lie in one slice."""
+
+    offset: int  # from the start of the tensor
+    numel: int
+    quantizer: Quantizer
+
+
+@lru_cache(maxsize=512)
+def _make_layout(layers: tuple[Layer, ...], n_chunks: int, itemsize: int, slice_nbytes: int) -> Layout:
+    _check(layers, n_chunks, itemsize, slice_nbytes)
+    slices = _cut_slices(layers, slice_nbytes // itemsize)
+    return Layout(tuple(_cut_chunks(spans, n_chunks, itemsize) for spans in slices))
+
+
+@lru_cache(maxsize=512)
+def _make_shares_layout(layers: tuple[Layer, ...], world: int, itemsize: int, slice_nbytes: int) -> Layout:
+    _check(layers, world, itemsize, slice_nbytes)
+    share_numel = sum(layer.numel for layer in layers)
+    slices = []
+    for spans in _cut_slices(layers, slice_nbytes // itemsize // world):
+        first = _whole_chunk(spans, itemsize)
+        starts = (rank * share_numel for rank in range(world))
+        slices.append(Slice(tuple(_moved(first, start) for start in starts)))
+    return Layout(tuple(slices))
+
+
+def _check(layers: tuple[Layer, ...], n_chunks: int, itemsize: int, slice_nbytes: int) -> None:
+    if n_chunks < 1:
+        raise ValueError(f"n_chunks: expected at least 1, got {n_chunks}")
+    if itemsize < 1:
+        raise ValueError(f"itemsize: expected at least 1 byte, got {itemsize}")
+    if slice_nbytes < 1:
+        raise ValueError(f"slice_nbytes: expected at least 1 byte, got {slice_nbytes}")
+    for layer in layers:
+        if layer.numel < 0:
+            raise ValueError(f"numel of a layer: expected 0 or more, got {layer.numel}")
+
+
+def _cut_slices(layers: tuple[Layer, ...], slice_numel: int) -> Iterator[list[_Span]]:
+    """Fill slice after slice with as many values as fit."""
+    spans: list[_Span] = []
+    room = slice_numel
+    offset = 0
+    for layer in layers:
+        rest = layer.numel
+        while rest:
+            cut = layer.quantizer.cut_numel
+            take = rest if rest <= room else room // cut * cut
+            if not take and not spans:
+                take = min(rest, cut)
+            if take:
+                spans.append(_Span(offset, take, layer.quantizer))
+                offset += take
+                rest -= take
+                room = max(0, room - take)
+            if rest:
+                yield spans
+                spans, room = [], slice_numel
+    if spans:
+        yield spans
+
+
+def _cut_chunks(spans: list[_Span], n_chunks: int, itemsize: int) -> Slice:
+    """So many chunks, as near to the same number of payload bytes as the cuts allow."""
+    total = sum(span.quantizer.payload_nbytes(span.numel, itemsize) for span in spans)
+    chunks: list[Chunk] = []
+    pieces: list[Piece] = []
+    nbytes = 0
+    before = 0  # payload bytes of the spans before this one
+    for span in spans:
+        span_nbytes = span.quantizer.payload_nbytes(span.numel, itemsize)
+        start = 0
+        while start < span.numel:
+            end = span.numel
+            # Chunk c ends where (c + 1) / n_chunks of all bytes lie before; the last chunk takes what is left.
+            if len(chunks) < n_chunks - 1:
+                boundary = max(0, total * (len(chunks) + 1) // n_chunks - before)
+                if boundary < span_nbytes:
+                    end = max(start, _nearest_cut(span, boundary, itemsize))
+            if end > start:
+                piece_nbytes = span.quantizer.payload_nbytes(end - start, itemsize)
+                pieces.append(_piece(span, start, end, nbytes))
+                nbytes += piece_nbytes
+                start = end
+            if start < span.numel:
+                chunks.append(Chunk(tuple(pieces), nbytes, itemsize))
+                pieces, nbytes = [], 0
+        before += span_nbytes
+    chunks.append(Chunk(tuple(pieces), nbytes, itemsize))
+    chunks.extend([Chunk((), 0, itemsize)] * (n_chunks - len(chunks)))
+    return Slice(tuple(chunks))
+
+
+def _whole_chunk(spans: list[_Span], itemsize: int) -> Chunk:
+    """All of these values as one chunk."""
+    pieces: list[Piece] = []
+    nbytes = 0
+    for span in spans:
+        pieces.append(_piece(span, 0, span.numel, nbytes))
+        nbytes += span.quantizer.payload_nbytes(span.numel, itemsize)
+    return Chunk(tuple(pieces), nbytes, itemsize)
+
+
+def _moved(chunk: Chunk, start: int) -> Chunk:
+    """The same of another share."""
+    pieces = tuple(replace(piece, offset=piece.offset + start) for piece in chunk.pieces)
+    return Chunk(pieces, chunk.nbytes, chunk.itemsize, share=start)
+
+
+def _nearest_cut(span: _Span, boundary: int, itemsize: int) -> int:
+    """The cut of a span (in values from its start) that has nearest to `boundary` payload bytes before it."""
+    cut = span.quantizer.cut_numel
+    # Eight cut units are a whole number of 8-byte words, where one alone might be padded.
+    eight_nbytes = span.quantizer.payload_nbytes(8 * cut, itemsize)
+    lower = min(boundary * 8 // eight_nbytes * cut, (span.numel - 1) // cut * cut)
+    upper = min(lower + cut, span.numel)
+    below = boundary - span.quantizer.payload_nbytes(lower, itemsize)
+    above = span.quantizer.payload_nbytes(upper, itemsize) - boundary
+    return lower if below < above else upper
+
+
+def _piece(span: _Span, start: int, end: int, payload: int) -> Piece:
+    return Piece(
+        offset=span.offset + start,
+        numel=end - start,
+        bits=span.quantizer.bits,
+        block=span.quantizer.block,
+        raw_tail=span.quantizer.raw_tail(end - start),
+        payload=payload,
+    )

@@ -1,0 +1,143 @@
+"""Programs: what one rank does in one collective, as data.
+
+A program is a tuple of steps over named payload slots. Slot names are each rank's own; a payload keeps its
+name when it is sent, so that a receive meets the send of the same slot by that peer. A send never waits, a
+receive waits for its send. A payload is compressed, or exact: raw values. Who writes a slot says which, and who
+reads it follows. `algorithms` makes programs, `checker` proves them right and engines run them; nothing here
+touches values or carries bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = [
+    "Add",
+    "Combine",
+    "Decode",
+    "Encode",
+    "Program",
+    "Receive",
+    "Reduce",
+    "Send",
+    "Step",
+    "Sum",
+    "format_program",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Encode my values of a chunk into a slot."""
+
+    chunk: int
+    slot: str
+    exact: bool = False
+
+    def __str__(self) -> str:
+        return f"encode  chunk {self.chunk} into {self.slot}{_exactly(self.exact)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a slot's payload to a peer."""
+
+    slot: str
+    peer: int
+
+    def __str__(self) -> str:
+        return f"send    {self.slot} to {self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for a peer's payload of this slot."""
+
+    slot: str
+    peer: int
+
+    def __str__(self) -> str:
+        return f"receive {self.slot} from {self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum up a chunk: my values, then the inputs, decoded, in this order; scaled, unless others are still to come.
+
+    The sum is encoded into a slot, and what that decodes to becomes my values. The inputs are coded as the slot is.
+    """
+
+    inputs: tuple[str, ...]
+    chunk: int
+    slot: str
+    final: bool = True
+    exact: bool = False
+
+    def __str__(self) -> str:
+        what = f"chunk {self.chunk} with {', '.join(self.inputs) or 'nothing'} into {self.slot}"
+        return f"reduce  {what}{_exactly(self.exact)}{'' if self.final else ', unscaled'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Decode a slot and add it to my values of a chunk."""
+
+    slot: str
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"add     {self.slot} to chunk {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """My values of a chunk become the sum of the inputs, decoded, in this order; scaled, and rounded once.
+
+    My own contribution is one of the inputs, so that whoever combines the same payloads ends with the same bits.
+    """
+
+    inputs: tuple[str, ...]
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"combine {', '.join(self.inputs) or 'nothing'} over chunk {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """My share becomes the sum of my values of a chunk and the inputs, decoded, in this order; scaled, rounded once.
+
+    Nobody else needs it, so it is not encoded.
+    """
+
+    inputs: tuple[str, ...]
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"sum     chunk {self.chunk} with {', '.join(self.inputs) or 'nothing'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Decode a slot over my values of a chunk."""
+
+    slot: str
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"decode  {self.slot} over chunk {self.chunk}"
+
+
+Step: TypeAlias = Encode | Send | Receive | Reduce | Add | Combine | Sum | Decode
+Program: TypeAlias = tuple[Step, ...]
+
+
+def _exactly(exact: bool) -> str:
+    return ", exact" if exact else ""
+
+
+def format_program(program: Program) -> str:
+    """One numbered line a step."""
+    width = len(str(len(program)))
+    return "\n".join(f"{number:>{width}}  {step}" for number, step in enumerate(program, start=1))

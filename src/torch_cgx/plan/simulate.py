@@ -1,0 +1,400 @@
+"""Runs programs with clocks instead of values: how long an allreduce takes on machines that are not there.
+
+Nothing is computed and nothing is sent, but steps, their order and the lengths of payloads are those of the executors:
+slices overlap as `schedule` says, and with `rounds` a rank sends what it has only after all steps of a level, as
+`engines.cuda` does; else at once, as `executors.pipeline` does. The model of time:
+
+1. A rank has a processor. Encode, reduce, add, combine and decode occupy it for the bytes of values over the kernel's
+   speed.
+2. A rank has a link to the other ranks of its node, and a node has one to other nodes, which its ranks share. A link
+   is full duplex: messages leave one after the other in the order in which they were sent, and enter one after the
+   other in the order in which they begin to arrive; each way is occupied for bytes over bandwidth.
+3. A message begins to arrive its wire's latency after it has begun to leave, and has arrived when it has left, the
+   latency after, and entered.
+4. A message costs the processor some time at each end: a fixed one, before its bytes leave and after they are there,
+   and one a byte, while they pass. Where a rank has a second core, that costs the other core. Where it has less than
+   one, values and bytes take longer; the fixed time, which is mostly waking up, does not.
+5. An operation begins with a fixed time on every rank.
+
+`simulate` runs every rank. Groups of a thousand ranks: `simulate_classes`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.layout import Slice
+from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.programs import programs_for
+from torch_cgx.plan.schedule import levels_of
+
+__all__ = [
+    "Costs",
+    "Length",
+    "Operation",
+    "Script",
+    "Size",
+    "Speeds",
+    "Timing",
+    "Wire",
+    "is_exact",
+    "kernel_s",
+    "ordered",
+    "play",
+    "simulate",
+    "size_of",
+]
+
+_INF = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What carries messages between two ranks."""
+
+    bytes_per_s: float = _INF  # each way
+    latency_s: float = 0.0
+    message_s: float = 0.0  # of a processor, at each end
+    byte_s: float = 0.0  # the same, for each byte
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s: expected more than 0, got {self.bytes_per_s}")
+        if not min(self.latency_s, self.message_s, self.byte_s) >= 0:
+            raise ValueError(f"a wire's seconds: expected 0 or more, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of kernels, in bytes of values a second, whatever the payload's bits are."""
+
+    encode: float = _INF
+    decode: float = _INF
+    add: float = _INF  # decode, and add to what is there
+    reduce: float = _INF  # with one input
+    more: float = _INF  # each further input of a reduce
+    copy: float = _INF  # raw values into a payload, or out of it
+    sum: float = _INF  # raw values added to others, each input
+    call_s: float = 0.0  # before the first value, for each call
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """All constants of the model."""
+
+    within: Wire = Wire()  # of each rank, to ranks of its node
+    between: Wire = Wire()  # of each node, to other nodes
+    speeds: Speeds = Speeds()
+    cores: float = 2.0  # of each rank, for kernels and transport: see the module's rule 4
+    start_s: float = 0.0  # of every operation, before its first step
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Lengths of one chunk."""
+
+    values: float  # bytes
+    nbytes: float  # of its payload
+    exact_nbytes: float  # of its payload, where that is exact
+    raw: bool  # it is exact in any case
+
+
+def size_of(part: Slice, chunk: int) -> Size:
+    it = part.chunks[chunk]
+    values = sum(piece.numel for piece in it.pieces) * it.itemsize
+    return Size(values, it.nbytes, it.exact.nbytes, all(piece.bits == 32 for piece in it.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a run took; of all ranks, the most."""
+
+    seconds: float
+    kernel_s: float  # the processor was busy with kernels
+    transport_s: float  # a processor was busy with messages
+    sent_nbytes: tuple[float, ...]  # by rank
+    link_nbytes: float  # that the busiest node sends to others
+
+
+def kernel_s(step: Step, size: Size, speeds: Speeds, exact: bool, foreign: float = 1.0) -> float:
+    """How long a step that computes occupies the processor. `foreign`: how many inputs each input stands for."""
+    raw, values = exact or size.raw, size.values
+    if isinstance(step, Encode):
+        seconds = values / (speeds.copy if raw else speeds.encode)
+    elif isinstance(step, Reduce):
+        inputs = len(step.inputs) * foreign
+        if raw:
+            seconds = inputs * values / speeds.sum
+        elif not inputs:
+            seconds = values / speeds.encode
+        else:
+            seconds = values / speeds.reduce + (inputs - 1) * values / speeds.more
+    elif isinstance(step, Add):
+        seconds = values / (speeds.sum if raw else speeds.add)
+    elif isinstance(step, Combine | Sum):
+        seconds = len(step.inputs) * values / (speeds.sum if raw else speeds.add)
+    else:
+        assert isinstance(step, Decode)
+        seconds = values / (speeds.copy if raw else speeds.decode)
+    return speeds.call_s + seconds
+
+
+# What a rank does: compute, by its place in the table of durations; let a message leave: (message, the rank that gets
+# it, its place in the table of lengths, whether it goes to another node); or wait for (message,). Messages are numbers.
+Operation = int | tuple[int, int, int, bool] | tuple[int]
+
+
+@dataclass(slots=True)
+class Script:
+    """One rank's steps as the clocks see them."""
+
+    rank: int
+    node: int
+    operations: list[Operation] = field(default_factory=list)
+
+
+class Length(NamedTuple):
+    nbytes: float
+    messages: float = 1.0  # that it stands for
+
+
+@lru_cache(maxsize=64)
+def _leveled(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[Program, ...], list[list[int]]]:
+    programs, _ = programs_for(topology, nonempty)
+    return programs, levels_of(programs)
+
+
+def simulate(
+    topology: Topology,
+    slices: Sequence[Slice],
+    costs: Costs,
+    nodes: Sequence[int] | None = None,
+    *,
+    rounds: bool = False,
+) -> Timing:
+    """One allreduce of these slices by all ranks, from the moment when all of them begin.
+
+    `nodes` says by rank where it is, for algorithms that do not care; None: as the topology has it.
+    """
+    nodes = topology.nodes if nodes is None else nodes
+    messages: dict[tuple[int, int, int, str], int] = {}
+    durations: dict[float, int] = {}
+    lengths: dict[Length, int] = {}
+    scripts = [Script(rank, nodes[rank]) for rank in range(topology.world)]
+    sizes = [[size_of(part, chunk) for chunk in range(len(part.chunks))] for part in slices]
+    patterns = [tuple(chunk.nbytes > 0 for chunk in part.chunks) for part in slices]
+    slots = [programs_for(topology, nonempty)[1] for nonempty in patterns]
+    written = [{name: (slot.chunk, slot.exact) for name, slot in each.items()} for each in slots]
+    for rank, script in enumerate(scripts):
+        for number, step in ordered(topology, patterns, rank, rounds):
+            known = written[number]
+            if isinstance(step, Send):
+                chunk, exact = known[step.slot]
+                size = sizes[number][chunk]
+                message = messages.setdefault((number, rank, step.peer, step.slot), len(messages))
+                length = lengths.setdefault(Length(size.exact_nbytes if exact else size.nbytes), len(lengths))
+                script.operations.append((message, step.peer, length, nodes[step.peer] != script.node))
+            elif isinstance(step, Receive):
+                message = messages.setdefault((number, step.peer, rank, step.slot), len(messages))
+                script.operations.append((message,))
+            else:
+                seconds = kernel_s(step, sizes[number][step.chunk], costs.speeds, is_exact(step, known))
+                script.operations.append(durations.setdefault(seconds, len(durations)))
+    return play(scripts, list(durations), list(lengths), costs)
+
+
+def is_exact(step: Encode | Reduce | Add | Combine | Sum | Decode, known: dict[str, tuple[int, bool]]) -> bool:
+    if isinstance(step, Encode | Reduce):
+        return step.exact
+    return known[step.inputs[0] if isinstance(step, Combine | Sum) else step.slot][1]
+
+
+def ordered(
+    topology: Topology, patterns: Sequence[tuple[bool, ...]], rank: int, rounds: bool
+) -> Iterator[tuple[int, Step]]:
+    """The order in which the executors make a rank's steps of slices with these chunks: (slice, step)."""
+    by_level = []
+    for nonempty in patterns:
+        programs, levels = _leveled(topology, nonempty)
+        depth = max((level for of_rank in levels for level in of_rank), default=0) + 1
+        steps: list[list[Step]] = [[] for _ in range(depth)]
+        for step, place in zip(programs[rank], levels[rank], strict=True):
+            steps[place].append(step)
+        if rounds:
+            for of_level in steps:
+                of_level.sort(key=lambda step: 0 if isinstance(step, Receive) else 2 if isinstance(step, Send) else 1)
+        by_level.append(steps)
+    depth = max(map(len, by_level), default=0)
+    for tick in range(len(by_level) + depth):
+        for level in range(depth):
+            number = tick - level
+            if 0 <= number < len(by_level) and level < len(by_level[number]):
+                yield from ((number, step) for step in by_level[number][level])
+
+
+def play(
+    scripts: Sequence[Script],
+    durations: Sequence[float],
+    lengths: Sequence[Length],
+    costs: Costs,
+    serial: bool = False,
+) -> Timing:
+    """Let the clocks run. All that happens is taken in the order of time, so that links are shared fairly.
+
+    `serial`: a message that stands for several has as many latencies, because each of those waits for the one before.
+    """
+    return _Play(scripts, durations, lengths, costs, serial).run()
+
+
+class _Passing(NamedTuple):
+    """What a message takes. Where it stands for several that do not wait for each other, one fixed time is seen."""
+
+    link_s: float
+    latency_s: float
+    fixed_s: float  # of a processor, at each end
+    beside_s: float  # the same, while its bytes pass
+
+
+# A message on its way: its number, what it takes, whether it comes from another node, and when its end can be there at
+# the earliest.
+_Coming = tuple[int, _Passing, bool, float]
+
+
+class _Play:
+    def __init__(
+        self,
+        scripts: Sequence[Script],
+        durations: Sequence[float],
+        lengths: Sequence[Length],
+        costs: Costs,
+        serial: bool,
+    ) -> None:
+        self.scripts = scripts
+        self.apart = costs.cores > 1  # transport has a processor of its own
+        slower = 1 / min(1.0, costs.cores)
+        self.durations = [seconds * slower for seconds in durations]
+        self.nbytes = [length.nbytes for length in lengths]
+        self.passing = [  # by wire and length
+            [
+                _Passing(
+                    nbytes / wire.bytes_per_s,
+                    wire.latency_s * (messages if serial else 1.0),
+                    wire.message_s * (messages if serial else 1.0),
+                    wire.message_s * (0.0 if serial else messages - 1.0) + nbytes * wire.byte_s * slower,
+                )
+                for nbytes, messages in lengths
+            ]
+            for wire in (costs.within, costs.between)
+        ]
+        count = len(scripts)
+        self.index = {script.rank: place for place, script in enumerate(scripts)}
+        self.clock = [costs.start_s] * count
+        self.position = [0] * count
+        # A link's two ways, and a second core's: when each is free. Of ranks; then of nodes.
+        nodes = {node: count + place for place, node in enumerate(dict.fromkeys(script.node for script in scripts))}
+        self.port = [nodes[script.node] for script in scripts]
+        self.leaves = [0.0] * (count + len(nodes))
+        self.enters = [0.0] * (count + len(nodes))
+        self.carrier_out = [0.0] * count
+        self.carrier_in = [0.0] * count
+        self.kernel = [0.0] * count
+        self.transport = [0.0] * count
+        self.sent = [0.0] * count
+        self.link = [0.0] * (count + len(nodes))
+        self.arrived: dict[int, tuple[float, float, _Passing]] = {}  # begins, is there
+        self.waiting: dict[int, int] = {}
+        self.heap: list[tuple[float, int, int, _Coming | None]] = []
+        self.events = 0
+
+    def run(self) -> Timing:
+        for place in range(len(self.scripts)):
+            self._push(self.clock[place], place)
+        while self.heap:
+            now, _, place, message = heapq.heappop(self.heap)
+            if message is None:
+                self._go_on(place, now)
+            else:
+                self._arrive(now, place, message)
+        stuck = [
+            script.rank
+            for script, position in zip(self.scripts, self.position, strict=True)
+            if position < len(script.operations)
+        ]
+        assert not stuck, f"ranks {stuck} wait for ever"
+        return Timing(
+            max(self.clock, default=0.0),
+            max(self.kernel, default=0.0),
+            max(self.transport, default=0.0),
+            tuple(self.sent),
+            max(self.link, default=0.0),
+        )
+
+    def _push(self, when: float, place: int, message: _Coming | None = None) -> None:
+        self.events += 1
+        heapq.heappush(self.heap, (when, self.events, place, message))
+
+    def _go_on(self, place: int, now: float) -> None:
+        """Until this rank has to wait, or is about to send something later than now."""
+        operations, durations, arrived = self.scripts[place].operations, self.durations, self.arrived
+        clock, position, kernel = self.clock[place], self.position[place], 0.0
+        while position < len(operations):
+            operation = operations[position]
+            if isinstance(operation, int):
+                clock += durations[operation]
+                kernel += durations[operation]
+            elif len(operation) == 1:
+                message = operation[0]
+                if message not in arrived:
+                    self.waiting[message] = place
+                    break
+                begins, there, passing = arrived.pop(message)
+                if self.apart:
+                    clock = max(clock, there)
+                else:
+                    clock = max(there, max(clock, begins) + passing.beside_s) + passing.fixed_s
+            else:
+                if clock > now:
+                    self._push(clock, place)
+                    break
+                clock = self._send(place, operation, clock)
+            position += 1
+        self.clock[place], self.position[place] = clock, position
+        self.kernel[place] += kernel
+
+    def _send(self, place: int, operation: tuple[int, int, int, bool], clock: float) -> float:
+        message, peer, length, apart = operation
+        nbytes = self.nbytes[length]
+        passing = self.passing[apart][length]
+        begins = (max(clock, self.carrier_out[place]) if self.apart else clock) + passing.fixed_s
+        ends = self.carrier_out[place] = begins + passing.beside_s
+        link = self.port[place] if apart else place
+        starts = max(begins, self.leaves[link])
+        self.leaves[link] = starts + passing.link_s
+        there = max(starts + passing.link_s, ends) + passing.latency_s
+        self._push(starts + passing.latency_s, self.index[peer], (message, passing, apart, there))
+        self.transport[place] += passing.fixed_s + passing.beside_s
+        self.sent[place] += nbytes
+        if apart:
+            self.link[link] += nbytes
+        return clock if self.apart else ends
+
+    def _arrive(self, now: float, place: int, it: _Coming) -> None:
+        message, passing, apart, there = it
+        link = self.port[place] if apart else place
+        begins = max(now, self.enters[link])
+        self.enters[link] = begins + passing.link_s
+        there = max(begins + passing.link_s, there)
+        if self.apart:
+            handled = max(self.carrier_in[place], begins) + passing.beside_s
+            self.carrier_in[place] = handled + passing.fixed_s
+            there = max(there, handled) + passing.fixed_s
+        self.transport[place] += passing.fixed_s + passing.beside_s
+        self.arrived[message] = (begins, there, passing)
+        if message in self.waiting:
+            place = self.waiting.pop(message)
+            self._push(self.clock[place], place)

@@ -1,0 +1,143 @@
+"""What this process has asked for at run time: `set_default`, `compressed` and `uncompressed`.
+
+Process-wide on purpose, because the all_reduces of a training come from autograd's threads as well as from the
+caller's. What a hook asks for comes with its all_reduces; only `uncompressed` holds for them too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+
+from torch_cgx.config import Compression, compression_from_environ
+
+__all__ = [
+    "asked",
+    "asked_compression",
+    "compressed",
+    "compression",
+    "in_block",
+    "is_uncompressed",
+    "set_default",
+    "share_compression",
+    "uncompressed",
+]
+
+_lock = threading.Lock()
+_bits: int | None = None
+_block: int | None = None
+_blocks: list[Compression] = []  # what `compressed` and `uncompressed` ask for; the innermost holds
+
+_EXACT = Compression(bits=32)
+
+
+def set_default(*, bits: int | None = None, bucket_size: int | None = None) -> None:
+    """Compress the all_reduces of this process from now on. All ranks must call it between the same two operations.
+
+    Args:
+        bits: 1 to 8, or 32: exact. None: as CGX_COMPRESSION_QUANTIZATION_BITS says.
+        bucket_size: how many values share a smallest value and a step. None: as CGX_COMPRESSION_BUCKET_SIZE says.
+    """
+    global _bits, _block
+    found = Compression(32 if bits is None else bits, 512 if bucket_size is None else bucket_size)  # raises if it must
+    with _lock:
+        _bits = None if bits is None else found.bits
+        _block = None if bucket_size is None else found.block
+
+
+@contextmanager
+def uncompressed() -> Iterator[None]:
+    """Keep the all_reduces that this process issues meanwhile exact.
+
+    This holds on all its groups and for all its threads, unless a `compressed` block begins within.
+
+    That includes those of a backward pass that autograd's threads issue while the block lasts. An operation counts as
+    issued when it is called, not when it is waited for. All ranks must enter and leave between the same two
+    operations.
+    """
+    with _block_of(Compression(bits=32)):
+        yield
+
+
+@contextmanager
+def compressed(bits: int, bucket_size: int | None = None) -> Iterator[None]:
+    """Compress what this process issues meanwhile on groups with backend "cgx".
+
+    That is all_reduces, reduce_scatters and all_gathers from all its threads, with a tensor or with lists of tensors
+    (lists of CUDA tensors stay exact).
+
+    Nothing else compresses reduce_scatters and all_gathers: sharded optimizers that call them opt in by this. Each
+    rank's contribution is quantized once; the sums of a reduce_scatter are not. What is gathered is the same on all
+    ranks, this one's own part included: keep exact values in memory that is not a part of the output. All ranks must
+    enter and leave between the same two operations.
+
+    Args:
+        bits: 1 to 8, or 32: exact.
+        bucket_size: how many values share a smallest value and a step. None: as without this block.
+    """
+    with _block_of(Compression(bits, _usual_block() if bucket_size is None else bucket_size)):
+        yield
+
+
+@contextmanager
+def _block_of(asked: Compression) -> Iterator[None]:
+    with _lock:
+        _blocks.append(asked)
+    try:
+        yield
+    finally:
+        with _lock:  # threads may leave theirs in any order
+            del _blocks[max(place for place, block in enumerate(_blocks) if block is asked)]
+
+
+def _usual_block() -> int:
+    """As in the innermost block that compresses, or as without any: an `uncompressed` one says nothing of it."""
+    within = [block for block in _blocks if block.bits != 32]
+    return (within[-1] if within else _combined(compression_from_environ(), _bits, _block)).block
+
+
+def compression() -> Compression:
+    """What holds for an all_reduce that is called now, without a hook."""
+    block = _innermost()
+    if block is not None:
+        return block
+    return _combined(compression_from_environ(), _bits, _block)
+
+
+def asked_compression() -> Compression:
+    """The same without regard to the variable for bits: what `set_default` asked for."""
+    return compression() if _bits is not None or _blocks else _EXACT
+
+
+def share_compression() -> Compression:
+    """What holds for a reduce_scatter or an all_gather that is called now."""
+    return _innermost() or _EXACT
+
+
+def asked() -> Mapping[str, int]:
+    """What `set_default` was last given, by the names that `Compression` has."""
+    with _lock:
+        return {name: value for name, value in (("bits", _bits), ("block", _block)) if value is not None}
+
+
+def in_block() -> bool:
+    """Whether a `compressed` or an `uncompressed` block lasts."""
+    return bool(_blocks)
+
+
+def is_uncompressed() -> bool:
+    """Whether an `uncompressed` block lasts, and no `compressed` one within it."""
+    block = _innermost()
+    return block is not None and block.bits == 32
+
+
+def _innermost() -> Compression | None:
+    blocks = _blocks[-1:]  # at once, for another thread may leave its own
+    return blocks[0] if blocks else None
+
+
+@lru_cache(maxsize=64)
+def _combined(found: Compression, bits: int | None, block: int | None) -> Compression:
+    return Compression(found.bits if bits is None else bits, found.block if block is None else block)

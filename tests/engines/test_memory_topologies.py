@@ -1,0 +1,276 @@
+"""Every algorithm on values, in one process: all ranks end with the same bits, as near to the sum as promised."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.engines.combining import combine
+from torch_cgx.engines.memory import allreduce
+from torch_cgx.kernels import NEAREST, Kernels, Rounding
+from torch_cgx.kernels.native import available, default_kernels
+from torch_cgx.kernels.reference import ReferenceKernels
+from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.algorithms.hierarchical import most_shares
+from torch_cgx.plan.checker import check
+from torch_cgx.plan.layout import Layer, make_layout
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+STOCHASTIC = Rounding(stochastic=True, seed=5, op=3)
+KERNELS: list[Kernels] = [ReferenceKernels(), *([default_kernels()] if available() else [])]
+
+TOPOLOGIES = [
+    *(Topology.flat(algorithm, world) for algorithm in ("SRA", "RING", "ALL_TO_ALL") for world in (2, 3, 5)),
+    Topology("SRA", (0, 0, 1, 1)),
+    Topology("SRA", (0, 1, 1, 0, 0), 2, False),
+    Topology("SRA", (5, 2, 5, 5), 1, False),
+    Topology("RING", (0, 1, 2, 0, 1, 2, 2), 2, True),
+    Topology("RING", (0, 1, 1, 2), 1, False),
+    Topology("SRA", (0, 0, 0)),
+    Topology("RING", (3, 3, 3), 3, False),
+]
+
+quantizers = st.one_of(
+    st.builds(Identity),
+    st.builds(MaxMin, st.integers(1, 8), st.sampled_from([1, 3, 8, 20, 64]), st.booleans()),
+)
+layers_lists = st.lists(st.builds(Layer, st.integers(0, 300), quantizers), min_size=1, max_size=4)
+
+
+def random_values(numel: int, world: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(world)]
+
+
+def whole_numbers(numel: int, world: int, most: int = 9) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    return [torch.randint(-most, most, (numel,), generator=generator).float() for _ in range(world)]
+
+
+def same_bits(tensors: list[Tensor]) -> bool:
+    return all(torch.equal(x.view(torch.uint8), tensors[0].view(torch.uint8)) for x in tensors)
+
+
+def reduced(
+    values: list[Tensor],
+    layers: list[Layer],
+    topology: Topology,
+    *,
+    scale: float = 1.0,
+    rounding: Rounding = NEAREST,
+    order: int | None = None,
+    slice_nbytes: int = 1024,
+) -> list[Tensor]:
+    out = [x.clone() for x in values]
+    layout = make_layout(layers, topology.n_chunks, values[0].element_size(), slice_nbytes)
+    # The two kernel sets side by side, where there are two.
+    kernels = [KERNELS[(rank + len(layers)) % len(KERNELS)] for rank in range(topology.world)]
+    turn = None if order is None else Random(order)
+    allreduce(out, layout, kernels, topology=topology, scale=scale, rounding=rounding, order=turn)
+    return out
+
+
+def error_bound(values: list[Tensor], topology: Topology, bits: int, rounding: Rounding) -> float:
+    """What the sum may be off by.
+
+    An encoding of a sum of some contributions is off by half a unit (stochastic: a whole one), and its unit is at most
+    the spreads of those contributions together, over the levels. A contribution is in as many encodings as it is
+    quantized, so that all errors together are at most the sum of all spreads over the levels, that many times. Beside
+    it, arithmetic: a few roundings of an encoding in float32, and one to the dtype for each contribution and the sum.
+    """
+    nonempty = [True] * topology.n_chunks
+    report = check([topology.program(nonempty, rank) for rank in range(topology.world)])
+    quantizations = max(report.quantizations.values())
+    spreads = sum((x.float().max() - x.float().min()).item() for x in values)
+    units = spreads / (2**bits - 1) * (1.0 if rounding.stochastic else 0.5)
+    largest = sum(x.float().abs().max().item() for x in values)
+    to_dtype = (topology.world + 1) * torch.finfo(values[0].dtype).eps
+    return quantizations * (units + 2.0**-20 * largest) + to_dtype * largest
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_all_ranks_end_with_the_same_bits_within_the_bound(topology: Topology, dtype: torch.dtype) -> None:
+    world = topology.world
+    for numel, bits, rounding in ((17, 4, NEAREST), (1003, 8, NEAREST), (700, 2, NEAREST), (333, 4, STOCHASTIC)):
+        values = random_values(numel, world, dtype, seed=numel)
+        exact = torch.stack([x.double() for x in values]).sum(0)
+        bound = error_bound(values, topology, bits, rounding)
+        for scale in (1.0, 1.0 / world):
+            out = reduced(values, [Layer(numel, MaxMin(bits, 64))], topology, scale=scale, rounding=rounding)
+            assert same_bits(out)
+            assert (out[0].double() - exact * scale).abs().max().item() <= bound * scale
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    nodes = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=6)))
+    if draw(st.booleans()):
+        return Topology.flat(draw(st.sampled_from(["RING", "ALL_TO_ALL"])), len(nodes))
+    algorithm = draw(st.sampled_from(["SRA", "RING"]))
+    return Topology(algorithm, nodes, draw(st.integers(1, most_shares(nodes))), draw(st.booleans()))
+
+
+@given(
+    topology=topologies(),
+    layers=layers_lists,
+    dtype=st.sampled_from(DTYPES),
+    slice_nbytes=st.sampled_from([64, 700, 1 << 20]),
+    average=st.booleans(),
+    rounding=st.sampled_from([NEAREST, STOCHASTIC]),
+    order=st.integers(0, 2**32),
+)
+@settings(max_examples=150)
+def test_mixed_layers_end_with_the_same_bits_whatever_the_order_of_events(
+    topology: Topology,
+    layers: list[Layer],
+    dtype: torch.dtype,
+    slice_nbytes: int,
+    average: bool,
+    rounding: Rounding,
+    order: int,
+) -> None:
+    values = random_values(sum(layer.numel for layer in layers), topology.world, dtype, seed=order)
+    scale = 1.0 / topology.world if average else 1.0
+    in_turn = reduced(values, layers, topology, scale=scale, rounding=rounding, slice_nbytes=slice_nbytes)
+    at_random = reduced(
+        values, layers, topology, scale=scale, rounding=rounding, slice_nbytes=slice_nbytes, order=order
+    )
+    assert same_bits(in_turn + at_random)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_raw_layers_of_whole_numbers_are_summed_exactly(topology: Topology) -> None:
+    values = whole_numbers(333, topology.world)
+    layers = [Layer(200, Identity()), Layer(133, Identity())]
+    total = torch.stack(values).sum(0)
+    assert torch.equal(reduced(values, layers, topology)[0], total)
+    scale = 1.0 / topology.world
+    assert torch.equal(reduced(values, layers, topology, scale=scale)[0], total * torch.tensor(scale))
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize("cross", ["SRA", "RING"])
+def test_one_node_alone_that_does_not_compress_inside_is_exact(cross: str, shares: int) -> None:
+    values = whole_numbers(333, 3)
+    out = reduced(values, [Layer(333, MaxMin(1, 64))], Topology(cross, (0, 0, 0), shares, compress_inside=False))
+    assert same_bits(out) and torch.equal(out[0], torch.stack(values).sum(0))
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (1, 0, 0, 2, 1), (4, 4, 4, 1)])
+@pytest.mark.parametrize("cross", ["SRA", "RING"])
+def test_exact_inside_is_as_if_each_node_were_one_rank_with_its_sum(nodes: tuple[int, ...], cross: str) -> None:
+    values = whole_numbers(500, len(nodes), most=1000)
+    names = list(dict.fromkeys(nodes))
+    sums = [sum((x for x, node in zip(values, nodes, strict=True) if node == name), torch.zeros(500)) for name in names]
+    layers = [Layer(300, MaxMin(3, 20)), Layer(200, MaxMin(4, 64))]
+    scale = 1.0 / len(nodes)
+    out = reduced(values, layers, Topology(cross, nodes, 1, compress_inside=False), scale=scale)
+    flat = reduced(sums, layers, Topology.flat(cross, len(sums)), scale=scale)
+    assert same_bits([*out, *flat])
+
+
+def test_compressed_inside_is_not_exact() -> None:
+    """Else the tests above would show nothing about the coding."""
+    values = whole_numbers(333, 3)
+    for compress_inside, exact in ((True, False), (False, True)):
+        out = reduced(values, [Layer(333, MaxMin(1, 64))], Topology("SRA", (0, 0, 0), 1, compress_inside))
+        assert torch.equal(out[0], torch.stack(values).sum(0)) is exact
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("quantizer", [MaxMin(4, 64), Identity()], ids=["4 bits", "raw"])
+def test_nan_on_one_rank_reaches_all_ranks_alike(topology: Topology, quantizer: MaxMin | Identity) -> None:
+    for dtype in DTYPES:
+        values = random_values(256, topology.world, dtype)
+        values[-1][70] = float("nan")
+        out = reduced(values, [Layer(256, quantizer)], topology)
+        assert same_bits(out)
+        assert out[0][70].isnan() and not out[0][:64].isnan().any() and not out[0][128:].isnan().any()
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("start", [0, 24])
+def test_payloads_are_combined_in_float32_and_rounded_once(start: int, dtype: torch.dtype, kernels: Kernels) -> None:
+    """Blocks from 0 to 255 have a unit of 1, and are exact; the sums of twelve are not, in half precision."""
+    generator = torch.Generator().manual_seed(1)
+    quantizer = Identity() if dtype == torch.float64 else MaxMin(8, 16, skip_incomplete=True)
+    layers = [Layer(start, Identity()), Layer(100, quantizer), Layer(30, Identity())]
+    (part,) = make_layout(layers, 1, dtype.itemsize, 1 << 20).slices
+    pieces = tuple(piece for piece in part.chunks[0].pieces if piece.offset >= start)
+    values, payloads = [], []
+    for _ in range(12):
+        x = torch.randint(0, 256, (start + 130,), generator=generator).to(dtype)
+        x[start::16], x[start + 1 :: 16] = 0, 255
+        values.append(x)
+        payloads.append(torch.empty(part.chunks[0].nbytes, dtype=torch.uint8))
+        kernels.encode(pieces, x, payloads[-1], NEAREST)
+    out = torch.full((start + 130,), -1.0, dtype=dtype)
+    combine(kernels, pieces, out, payloads, 1.0 / 3.0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = (torch.stack([x.to(wide) for x in values]).sum(0) * torch.tensor(1.0 / 3.0, dtype=wide)).to(dtype)
+    assert torch.equal(out[start:], expected[start:])
+    assert (out[:start] == -1.0).all()
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
+def test_the_order_of_combining_is_the_order_of_the_payloads(kernels: Kernels) -> None:
+    """1 + 2^30 - 2^30 is 0 or 1, as it is added up; and one payload alone keeps its sign of zero."""
+    (part,) = make_layout([Layer(8, Identity())], 1, 4, 1 << 20).slices
+    chunk = part.chunks[0]
+    payloads = []
+    for value in (1.0, 2.0**30, -(2.0**30), -0.0):
+        payloads.append(torch.empty(chunk.nbytes, dtype=torch.uint8))
+        kernels.encode(chunk.pieces, torch.full((8,), value), payloads[-1], NEAREST)
+    one, large, minus, zero = payloads
+    out = torch.empty(8)
+    for order, expected in (((one, large, minus), 0.0), ((large, minus, one), 1.0), ((one, one, one), 3.0)):
+        combine(kernels, chunk.pieces, out, order, 1.0)
+        assert out.tolist() == [expected] * 8
+    combine(kernels, chunk.pieces, out, [zero], 1.0)
+    assert all(math.copysign(1.0, value) == -1.0 for value in out.tolist())
+
+
+def test_combining_nothing_is_refused_and_no_pieces_are_no_work() -> None:
+    with pytest.raises(ValueError, match="expected at least one, got none"):
+        combine(KERNELS[0], (), torch.empty(0), [], 1.0)
+    combine(KERNELS[0], (), torch.empty(0), [torch.empty(0, dtype=torch.uint8)], 1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=layers_lists,
+    topology=st.sampled_from(TOPOLOGIES),
+    rounding=st.sampled_from([NEAREST, STOCHASTIC]),
+    average=st.booleans(),
+)
+def test_nothing_is_lost_between_results_and_residuals(
+    layers: list[Layer], topology: Topology, rounding: Rounding, average: bool
+) -> None:
+    """The law of error feedback: what all ranks put in is N averages (one sum) plus what all keep, at every step."""
+    numel, world = sum(layer.numel for layer in layers), topology.world
+    layout = make_layout(layers, topology.n_chunks, 4, 1024)
+    residuals = [torch.zeros(numel) for _ in range(world)]
+    for step in range(3):
+        gradients = random_values(numel, world, torch.float32, seed=step)
+        values = [gradient + residual for gradient, residual in zip(gradients, residuals, strict=True)]
+        put_in = sum(value.double() for value in values)
+        allreduce(
+            values,
+            layout,
+            [KERNELS[rank % len(KERNELS)] for rank in range(world)],
+            topology=topology,
+            scale=1 / world if average else 1.0,
+            rounding=rounding,
+            residuals=residuals,
+        )
+        out = values[0].double() * (world if average else 1) + sum(residual.double() for residual in residuals)
+        assert torch.allclose(out, put_in, rtol=1e-5, atol=1e-4 * world)

@@ -1,0 +1,82 @@
+"""Exact all_reduces where gloo is no standard: refusals, tensors with gaps, the same bits on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.harness import Rank, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def refuses_and_goes_on(me: Rank) -> None:
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(20), dist.ReduceOp.BAND)
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(20), dist._make_nccl_premul_sum(2.0))
+    with pytest.raises((ValueError, RuntimeError)):
+        dist.broadcast(torch.ones(20), src=me.world + 3)
+    x = torch.ones(20)
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.full((20,), float(me.world)))
+
+
+def wrong_outputs(me: Rank) -> None:
+    shares = [torch.ones(4) for _ in range(me.world)]
+    with pytest.raises(ValueError, match=r"expected an output of 4 values of torch\.float32 on cpu, got 8"):
+        dist.reduce_scatter(torch.zeros(8), shares)
+    with pytest.raises(ValueError, match="float64"):
+        dist.reduce_scatter(torch.zeros(4, dtype=torch.float64), shares)
+    with pytest.raises(ValueError, match="2 times the output's 3 values, got 8"):
+        dist.reduce_scatter_tensor(torch.zeros(3), torch.ones(8))
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_reduce_scatter_into_the_wrong_output_is_refused_and_the_group_goes_on() -> None:
+    run_ranks(wrong_outputs, 2, "cgx")
+
+
+def test_what_gloo_refuses_raises_and_the_group_goes_on(backend: str) -> None:
+    run_ranks(refuses_and_goes_on, 2, backend)
+
+
+def reduces_a_tensor_with_gaps(me: Rank) -> None:
+    whole = torch.full((10, 40), 1.0 + me.rank)
+    try:
+        dist.all_reduce(whole[:, ::2])
+    except (ValueError, RuntimeError):
+        return
+    assert torch.equal(whole[:, ::2], torch.full((10, 20), 3.0))
+    assert torch.equal(whole[:, 1::2], torch.full((10, 20), 1.0 + me.rank))
+
+
+def test_a_tensor_with_gaps_is_reduced_right_or_refused() -> None:
+    # Gloo is no standard here: it reduces the first 200 values in memory, gaps or not.
+    run_ranks(reduces_a_tensor_with_gaps, 2, "cgx")
+
+
+def agrees_with_gloo(me: Rank) -> list[bytes]:
+    gloo = dist.new_group(backend="gloo")
+    generator = torch.Generator().manual_seed(me.rank)
+    bits: list[bytes] = []
+    for dtype in FLOATS:
+        for numel in (1, 15, 16, 1000, 65_537, 300_000):
+            ours = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+            theirs = ours.clone()
+            dist.all_reduce(ours)
+            dist.all_reduce(theirs, group=gloo)
+            # Both round, in an order of their own: by at most half an ulp of a partial sum at each addition.
+            atol = 8.0 * me.world * torch.finfo(dtype).eps
+            torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.0, atol=atol)
+            bits.append(ours.view(torch.uint8).numpy().tobytes())
+    return bits
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_exact_sums_agree_with_gloo_and_are_the_same_bits_on_all_ranks(world: int) -> None:
+    first, *others = run_ranks(agrees_with_gloo, world, "cgx")
+    assert all(other == first for other in others)
