@@ -91,7 +91,7 @@ class Checked:
         enqueue: Callable[[Checked], None],
     ) -> None:
         self._compare = compare
-        self._run = run
+        self._run: Callable[[], Any] | None = run  # holds the caller's tensors
         self._before = before  # it has to be started first: Gloo counts operations
         self._enqueue = enqueue
         self._begun = False
@@ -135,6 +135,7 @@ class Checked:
                     raise
                 self._settle(error)
                 return
+            assert self._run is not None
             try:
                 self._inner = self._run()
             except Exception as error:
@@ -173,6 +174,7 @@ class Checked:
     def _settle(self, error: Exception | None) -> None:
         self._error = error
         self._before = None
+        self._run = None
         self._ready.set()
 
     def abandon(self) -> None:
@@ -191,6 +193,7 @@ class Checked:
         if failure is not None:
             raise failure
         self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        self._inner = Nothing()  # the group keeps its last handle, which must not keep the caller's tensors
 
     def is_completed(self) -> bool:
         if not self._ready.is_set() and not self.on_thread and self._check is not None and self._check.is_completed():
