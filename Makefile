@@ -22,6 +22,10 @@
 #   make dist      the source distribution and the wheels of this machine, checked, into dist
 #   make clean     remove what make has made
 
+# Dozens of processes import torch, which takes 6 s of processor time where they may not keep its modules compiled, and 3 s
+# where they may. Images of containers often forbid it; it is .venv that they are kept in.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 # One release of torch that all of us test with; `pip install` itself takes any from 2.6 on.
 TORCH ?= torch==2.13.0
