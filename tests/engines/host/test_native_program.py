@@ -30,26 +30,39 @@ def run(*command: str) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+PROGRAMS = ("kernels", "engine", "engine_one_mapping")
+
+
 @pytest.fixture(scope="module")
-def build() -> None:
-    """Build the preset `tests`, of which later runs compile only what has changed."""
-    folder = ROOT / "build"
-    folder.mkdir(exist_ok=True)
-    with open(folder / "tests.lock", "w") as lock:
+def build() -> Path:
+    """Build the test programs and return the build folder.
+
+    Where `make` has installed the package, they are linked with the objects that it compiled for the library: 14 s of
+    processor time instead of 85. Elsewhere the preset `tests` compiles everything. Either way, later runs compile only
+    what has changed.
+    """
+    installed, own = ROOT / "build" / "pip", ROOT / "build" / "tests"
+    own.parent.mkdir(exist_ok=True)
+    with open(ROOT / "build" / "tests.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run("cmake", "--preset", "tests")
-        run("cmake", "--build", "--preset", "tests", "--parallel", str(os.cpu_count() or 1))
+        folder = installed if (installed / "CMakeCache.txt").exists() else own
+        if folder == installed:
+            run("cmake", "-DCGX_BUILD_TESTS=ON", str(installed))
+        else:
+            run("cmake", "--preset", "tests")
+        targets = [f"{program}_test" for program in PROGRAMS]
+        run("cmake", "--build", str(folder), "--target", *targets, "--parallel", str(os.cpu_count() or 1))
+    return folder
 
 
 @pytest.mark.parametrize(
     "test",
     [
-        "kernels",
-        "engine",
-        "engine_one_mapping",
+        *PROGRAMS,
         pytest.param("avx2_has_no_weak_symbols", marks=pytest.mark.skipif(not X86, reason="of x86-64")),
         pytest.param("avx512_has_no_weak_symbols", marks=pytest.mark.skipif(not X86, reason="of x86-64")),
     ],
 )
-def test_the_native_tests_pass(build: None, test: str) -> None:
-    run("ctest", "--preset", "tests", "--tests-regex", f"^{test}$")
+def test_the_native_tests_pass(build: Path, test: str) -> None:
+    options = ("--output-on-failure", "--no-tests=error")
+    run("ctest", "--test-dir", str(build), *options, "--tests-regex", f"^{test}$")
