@@ -282,6 +282,7 @@ def compiled_ddp(me: Rank, compiler: str) -> Tensor:
     return flat(net)
 
 
+@pytest.mark.matrix  # `make test` compiles models with a hook (test_hook.py), and a collective
 def test_a_compiled_ddp_model_trains_like_one_process(backend: str) -> None:
     like_one_process(run_ranks(compiled_ddp, 2, backend, "aot_eager", timeout_s=90), train_alone(2))
 

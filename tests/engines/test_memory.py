@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.families import each_once
 from torch_cgx.codecs import Identity, MaxMin, Quantizer
 from torch_cgx.engines.memory import allreduce, run
 from torch_cgx.errors import ProgramError
@@ -52,9 +53,7 @@ def reduced(
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
-@pytest.mark.parametrize("bits", [*range(1, 9), 32])
+@pytest.mark.parametrize(("bits", "world", "dtype"), each_once((*range(1, 9), 32), (2, 3, 4, 5), DTYPES))
 def test_all_ranks_end_with_the_same_bits_near_the_sum(bits: int, world: int, dtype: torch.dtype) -> None:
     quantizer: Quantizer = Identity() if bits == 32 else MaxMin(bits, 64)
     for numel in (1, 7, 17, 333, 1003):

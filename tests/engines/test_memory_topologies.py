@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.families import each_once
 from torch_cgx.codecs import Identity, MaxMin
 from torch_cgx.engines.combining import combine
 from torch_cgx.engines.memory import allreduce
@@ -95,8 +96,7 @@ def error_bound(values: list[Tensor], topology: Topology, bits: int, rounding: R
     return quantizations * (units + 2.0**-20 * largest) + to_dtype * largest
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize(("topology", "dtype"), each_once(TOPOLOGIES, DTYPES))
 def test_all_ranks_end_with_the_same_bits_within_the_bound(topology: Topology, dtype: torch.dtype) -> None:
     world = topology.world
     for numel, bits, rounding in ((17, 4, NEAREST), (1003, 8, NEAREST), (700, 2, NEAREST), (333, 4, STOCHASTIC)):

@@ -92,7 +92,10 @@ def gathers(me: Rank) -> None:
             assert bool(((mean - owned).abs() / step)[real].max() <= 6 * 0.5 / rounds**0.5), name
 
 
-@pytest.mark.parametrize(("world", "env"), [(2, {}), (3, {}), (3, MESSAGES)])
+@pytest.mark.parametrize(
+    ("world", "env"),
+    [(3, {}), pytest.param(2, {}, marks=pytest.mark.matrix), pytest.param(3, MESSAGES, marks=pytest.mark.matrix)],
+)
 def test_all_ranks_gather_the_same_weights_a_step_from_the_masters_at_most_and_right_on_average(
     world: int, env: dict[str, str]
 ) -> None:
@@ -179,7 +182,15 @@ def reduces(me: Rank, bits: int) -> None:
     check_gradients(net, gradients(make_net(), [0, 1], me.world), me, bits)
 
 
-@pytest.mark.parametrize(("world", "bits", "env"), [(2, 4, {}), (2, 32, {}), (3, 4, {}), (3, 4, MESSAGES)])
+@pytest.mark.parametrize(
+    ("world", "bits", "env"),
+    [
+        (2, 32, {}),
+        (3, 4, MESSAGES),
+        pytest.param(2, 4, {}, marks=pytest.mark.matrix),
+        pytest.param(3, 4, {}, marks=pytest.mark.matrix),
+    ],
+)
 def test_gradients_are_the_mean_within_the_bound_also_times_a_factor_and_accumulated(
     world: int, bits: int, env: dict[str, str]
 ) -> None:
@@ -303,13 +314,13 @@ def trains(me: Rank, options: dict[str, Any]) -> None:
     ("world", "options"),
     [
         (2, {}),
-        (4, {}),
-        (2, {"reshard": False}),
         (4, {"reshard": 2}),
-        (2, {"mixed": torch.float32}),
-        (2, {"mixed": torch.bfloat16, "reshard": False}),
-        (2, {"checkpointing": True}),
         (3, {"checkpointing": True, "mixed": torch.bfloat16}),
+        pytest.param(4, {}, marks=pytest.mark.matrix),
+        pytest.param(2, {"reshard": False}, marks=pytest.mark.matrix),
+        pytest.param(2, {"mixed": torch.float32}, marks=pytest.mark.matrix),
+        pytest.param(2, {"mixed": torch.bfloat16, "reshard": False}, marks=pytest.mark.matrix),
+        pytest.param(2, {"checkpointing": True}, marks=pytest.mark.matrix),
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import torch_cgx
 from tests.support import harness
+from tests.support.families import each_once
 from tests.support.gradients import digest, is_exact, noise, within_bound
 from tests.support.harness import Outcome, Rank, describe, observe_ranks, run_ranks
 from torch_cgx.kernels.native import available
@@ -99,9 +100,7 @@ def large_sums(me: Rank, nbytes: int, bits: int) -> list[str]:
     return [digest(x), digest(y)]
 
 
-@pytest.mark.parametrize("bits", [4, 32])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("megabytes", [64, 3])
+@pytest.mark.parametrize(("megabytes", "world", "bits"), each_once((64, 3), (2, 4), (4, 32)))
 def test_large_tensors_are_right_however_small_the_slices(megabytes: int, world: int, bits: int) -> None:
     first, *others = run_ranks(large_sums, world, None, megabytes * MB, bits, timeout_s=60.0, group_timeout_s=40.0)
     assert all(other == first for other in others)

@@ -96,6 +96,7 @@ def test_an_unmodified_script_runs_under_mpirun(library: str, script: Path, envi
     assert_both_ranks_have_the_sum(run([*start_ranks(library), sys.executable, script], environ))
 
 
+@pytest.mark.matrix  # `make test` runs the example of the first page (test_tour.py) under it
 def test_an_unmodified_script_runs_under_torchrun(script: Path, environ: dict[str, str]) -> None:
     script.write_text(READS_WHAT_TORCHRUN_SETS)
     assert_both_ranks_have_the_sum(run([*TORCHRUN, script], environ))

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.families import each_once
 from tests.support.kernel_cases import DTYPES, Guarded, payload_nbytes, piece_for, random_values, same_bits, table_of
 from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.native import NativeKernels, available, simd_levels
@@ -62,8 +63,7 @@ def check_all_operations(
         assert same_bits(residual, lost_of_sum), level
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 32])
+@pytest.mark.parametrize(("bits", "dtype"), each_once((1, 2, 3, 4, 5, 6, 7, 8, 32), DTYPES))
 def test_every_width_and_type_matches_the_oracle_to_the_byte(bits: int, dtype: torch.dtype) -> None:
     for block in (1, 7, 33, 64, 100, 1024, 4099):
         for numel in (1, 7, 9, 33, 64, 1000, 1024, 2049, 4100):

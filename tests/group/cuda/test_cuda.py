@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_cgx
 from tests.support import standin
+from tests.support.families import each_once
 from tests.support.gradients import BITS, is_exact, noise, within_bound
 from tests.support.harness import Rank, names, nursery_started_by, observe_ranks, raised, run_ranks
 from tests.support.on_device import (
@@ -37,8 +38,7 @@ from tests.support.training import flat, make_net, same_on_all_ranks, train
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("stochastic", ["0", "1"], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "stochastic"), each_once(WAYS, ["0", "1"]))
 def test_the_bits_are_those_of_the_cpu_path(way: str, stochastic: str) -> None:
     env = {BITS: "4", "CGX_COMPRESSION_STOCHASTIC": stochastic}
     on_cpu = run_ranks(sums, 3, None, "cgx", env=env)
@@ -49,15 +49,15 @@ def test_the_bits_are_those_of_the_cpu_path(way: str, stochastic: str) -> None:
 @pytest.mark.parametrize(
     ("nodes", "variables"),
     [
-        ("001", {}),
         ("0101", {"CGX_INTRA_BROADCAST": "0", "CGX_INTRA_COMPRESS": "0"}),
         ("00011", {"CGX_CROSS_REDUCTION_TYPE": "RING"}),
-        ("001", {CROSS: "GLOO"}),
         ("0011", {INNER: "SHM"}),
         ("012", {CROSS: "GLOO"}),
-        ("000", {"CGX_INNER_REDUCTION_TYPE": "RING"}),
+        pytest.param("001", {}, marks=pytest.mark.matrix),
+        pytest.param("001", {CROSS: "GLOO"}, marks=pytest.mark.matrix),
+        pytest.param("000", {"CGX_INNER_REDUCTION_TYPE": "RING"}, marks=pytest.mark.matrix),
     ],
-    ids=["NCCL", "NCCL, all speak", "NCCL, a ring", "NCCL and Gloo", "Gloo", "one rank a node", "a ring in one node"],
+    ids=["NCCL, all speak", "NCCL, a ring", "Gloo", "one rank a node", "NCCL", "NCCL and Gloo", "a ring in one node"],
 )
 def test_the_hierarchy_has_the_bits_of_the_cpu_path(nodes: str, variables: dict[str, str]) -> None:
     env = {BITS: "4", **variables}
@@ -98,7 +98,9 @@ def trained_plainly(me: Rank, backend: str, triton: bool) -> Tensor:
     return flat(ddp)
 
 
-@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)], ids=["native", "triton"])
+@pytest.mark.parametrize(
+    "triton", [False, pytest.param(True, marks=[needs_triton, pytest.mark.matrix])], ids=["native", "triton"]
+)
 def test_a_plain_training_ends_with_the_bits_of_the_cpu_path(triton: bool) -> None:
     env = {BITS: "4", "CGX_COMPRESSION_BUCKET_SIZE": "128"}
     on_cpu = same_on_all_ranks(run_ranks(trained_plainly, 2, None, "cgx", False, env=env))
@@ -255,8 +257,7 @@ def kernels_fail(me: Rank, kernel: str) -> None:
         dist.all_reduce(noise(me.rank, 5000))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kernel", ["encode", "decode"])
+@pytest.mark.parametrize(("way", "kernel"), each_once(WAYS, ["encode", "decode"]))
 def test_a_kernel_that_fails_is_an_error_on_its_rank_and_on_the_others(way: str, kernel: str) -> None:
     first, second = observe_ranks(
         kernels_fail, 2, None, kernel, env={BITS: "4", **WAYS[way]}, group_timeout_s=6.0, destroy=False

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.families import only
 from tests.support.kernel_cases import DTYPES, Guarded, payload_nbytes, piece_for, random_values, same_bits, table_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -89,7 +90,7 @@ def kinds(rows: list[tuple[int, int, int, bool]], aligned: bool = True) -> set[i
     return {run.kind for run in make_table(table_of(rows, torch.float32)[0], 4, aligned).main.runs}
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", only((1, 4, 6, 8), WIDTHS))
 def test_every_width_matches_the_oracle_to_the_byte(bits: int) -> None:
     rows = [(WHOLE_AND_EDGES, bits, 32, False)]
     assert kinds(rows) == {WHOLE, EDGE, TAIL}
@@ -110,7 +111,7 @@ def test_every_width_with_every_type_and_rounding_matches_the_oracle(bits: int, 
         (1, 20, FLAT),
         (7, 100, FLAT),
         (100, 250, FLAT),
-        (5000, 5100, FLAT),
+        pytest.param(5000, 5100, FLAT, marks=pytest.mark.matrix),
         (96, 900, WHOLE),
         (1024, 1025, WHOLE),
         (4096, 4100, WHOLE),
@@ -140,7 +141,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", only([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_a_table_of_layers_with_different_bits_and_blocks_matches_the_oracle(dtype: torch.dtype) -> None:
     """Later pieces start at any value, raw tails at any byte."""
     assert kinds(MIXED) == {WHOLE, EDGE, FLAT, RAW, TAIL}
@@ -153,7 +154,7 @@ def test_tiles_that_are_not_full_may_start_at_any_value() -> None:
     check(rows, torch.float32, NEAREST, payloads=1)
 
 
-@pytest.mark.parametrize("shift", [1, 4])
+@pytest.mark.parametrize("shift", only([1], [1, 4]))
 def test_slots_may_start_at_any_byte(shift: int) -> None:
     rows = [(200, 4, 32, True), (5, 32, 1, False), (30, 3, 9, True)]
     assert WHOLE not in kinds(rows, aligned=False)
