@@ -2,7 +2,8 @@
 #
 #   make demo      train one model with gloo and with cgx at 4 bits, and compare
 #   make test      lint, then the tests
-#   make matrix    what CI runs besides: the Triton kernels for every target, type and width; FFCV, which has to be built
+#   make matrix    what CI runs besides: the Triton kernels for every target, type and width; FFCV, which has to be built;
+#                  every width, type, number of ranks and launcher of which make test runs one or two
 #   make torch-range  the unit tests and a chosen set of tests with real ranks on several releases of torch, each in an
 #                  environment of its own, and a table of how they ended (TORCHES="2.6.0 newest"; gigabytes for CUDA)
 #   make lint      formatting, lint and types
@@ -43,6 +44,7 @@ FFCV := $(VENV)/.ffcv-installed
 # Tests run side by side, but for those that are marked `alone`; the tests of one file share what is slow to make. Exit
 # code 5: of PYTEST_ARGS' tests, none is there.
 WORKERS ?= 2
+BY_FILE := --dist loadfile --no-loadscope-reorder # in the order of tests/conftest.py
 PYTEST = pytest_in() { timeout --foreground --kill-after=30 $(TEST_LIMIT_S) $(BIN)/python -m pytest "$$@" || test $$? = 5; }; pytest_in
 # Today's folder for this machine. Found out once, and only by targets that store something.
 RESULTS = $(eval RESULTS := $(shell $(BIN)/python benchmarks/results.py))$(RESULTS)
@@ -61,11 +63,11 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(PYTEST) -n $(WORKERS) --dist loadfile --only together -m "not matrix" tests $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) $(BY_FILE) --only together -m "not matrix" tests $(PYTEST_ARGS)
 	$(PYTEST) --only alone -m "not matrix" tests $(PYTEST_ARGS)
 
 matrix: $(FFCV)
-	$(PYTEST) -n $(WORKERS) --dist loadfile --only together -m matrix tests $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) $(BY_FILE) --only together -m matrix tests $(PYTEST_ARGS)
 	$(PYTEST) --only alone -m matrix tests $(PYTEST_ARGS)
 
 torch-range:

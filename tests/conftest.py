@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.support import harness
@@ -27,6 +29,47 @@ os.environ["TRITON_INTERPRET"] = "1"
 settings.register_profile("cgx", deadline=None, max_examples=60)
 settings.load_profile("cgx")
 
+# Files that take longest, longest first. Workers take whole files, in this order and then by name: a long one that is
+# taken last keeps one of them busy while the others have nothing left to do.
+SLOWEST_FIRST = (
+    "faults/test_fault_matrix.py",
+    "examples/test_examples.py",
+    "integrations/test_frameworks.py",
+    "docs/test_install.py",
+    "kernels/triton/test_compiled.py",
+    "integrations/test_launched_ranks.py",
+    "cli/bench/test_allreduce.py",
+    "cli/bench/test_train.py",
+    "group/cuda/test_cuda.py",
+    "group/test_nodes.py",
+    "group/test_transports.py",
+    "kernels/test_native.py",
+    "group/test_linked.py",
+    "group/test_without_shared_memory.py",
+    "kernels/triton/test_oracle.py",
+    "group/test_faults.py",
+    "fsdp/test_fsdp.py",
+    "fuzz/test_against_gloo.py",
+    "group/test_trace_files.py",
+    "kernels/test_sums.py",
+    "engines/host/test_native_program.py",
+    "engines/test_memory.py",
+    "test_autoload.py",
+    "fuzz/test_decode.py",
+    "ddp/test_hook.py",
+    "ddp/test_training.py",
+    "examples/test_tour.py",
+    "cli/doctor/test_doctor_ranks.py",
+)
+TESTS = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers share the cores: threads of one would wait for cores that another one has."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -36,7 +79,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files without tests that run alone, if only those are asked for: it takes longer than they do."""
+    if config.getoption("--only") == "alone" and collection_path.suffix == ".py":
+        return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {TESTS / name: place for place, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     only = config.getoption("--only")
     if only is None:
         return
