@@ -1,14 +1,16 @@
 """The Triton kernels compiled ahead of time, without a GPU: what the interpreter cannot show of them.
 
-In a process of its own (benchmarks/gpu_estimates.py), because Triton either interprets or compiles.
+In a process of its own (benchmarks/gpu_estimates.py), because Triton either interprets or compiles. It is forked from
+the nursery: to import torch and Triton takes 5 s, and there are a dozen.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import re
-import subprocess
+import runpy
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -16,23 +18,37 @@ from typing import Any
 
 import pytest
 
+from tests.support.harness import Rank, describe, observe_ranks
+
 pytest.importorskip("triton", reason="Triton is not installed")
+
+pytestmark = pytest.mark.ranks
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_estimates.py"
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+LIMIT_S = 540.0
+
+
+def printed_by_the_script(me: Rank, options: tuple[str, ...]) -> str:
+    printed = io.StringIO()
+    sys.argv = [str(SCRIPT), "--json", *options]
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    except Exception:
+        sys.stderr.write(printed.getvalue())  # in the log, with what Triton says of an error
+        raise
+    return printed.getvalue()
 
 
 @lru_cache
 def compiled(*options: str) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--json", *options], env=environment, capture_output=True, text=True, check=False
-    )
-    unknown = re.search(r"Value '(sm_\w+)' is not defined for option 'gpu-name'", done.stdout + done.stderr)
+    (outcome,) = observe_ranks(printed_by_the_script, 1, None, options, timeout_s=LIMIT_S)
+    unknown = re.search(r"Value '(sm_\w+)' is not defined for option 'gpu-name'", outcome.trace + outcome.log)
     if unknown:
         pytest.skip(f"the ptxas that this Triton brings does not know {unknown[1]}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert outcome.ok, describe([outcome])
+    found = [json.loads(line) for line in outcome.value.splitlines()]
     assert found
     return found
 
