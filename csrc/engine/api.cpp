@@ -44,11 +44,13 @@ int cgx_control_create(int64_t world, char* name, int64_t name_nbytes, char* err
 
 void cgx_control_unlink(const char* name) { cgx::Segment::unlink(name); }
 
-cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* global_ranks,
-                          const char* operation_names, const char* dtype_names, const char* reduction_names,
-                          const cgx_means* means, int64_t segment_limit_nbytes, char* error, int64_t error_nbytes) try {
+cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* nodes,
+                          const int32_t* global_ranks, const char* operation_names, const char* dtype_names,
+                          const char* reduction_names, const cgx_means* means, int64_t segment_limit_nbytes,
+                          char* error, int64_t error_nbytes) try {
   const cgx::ControlLayout layout(world);
-  cgx::Segment segment;
+  cgx::Segment segment, elsewhere;
+  std::vector<int64_t> home;
   std::string problem;
   if (rank < 0 || rank >= world)
     problem = "rank " + std::to_string(rank) + " is none of " + std::to_string(world);
@@ -61,10 +63,16 @@ cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const i
     if (control->magic != cgx::kMagic || control->world != world)
       problem = "the control segment is of another version or group";
   }
+  if (problem.empty())
+    for (int64_t peer = 0; peer < world; ++peer)
+      if (peer == rank || (name && nodes[peer] == nodes[rank])) home.push_back(peer);
+  if (problem.empty() && static_cast<int64_t>(home.size()) < world)
+    problem = cgx::Segment::make_private(layout.nbytes, &elsewhere);
   put(problem, error, error_nbytes);
   if (!problem.empty()) return nullptr;
-  std::unique_ptr<cgx_group> group(new cgx_group{
-      {std::move(segment), name == nullptr, rank, world, global_ranks, *means, segment_limit_nbytes}, layout});
+  std::unique_ptr<cgx_group> group(new cgx_group{{std::move(segment), std::move(elsewhere), std::move(home), rank,
+                                                  world, global_ranks, *means, segment_limit_nbytes},
+                                                 layout});
   group->inner.start(operation_names, dtype_names, reduction_names);
   return group.release();
 } catch (const std::exception& e) {
@@ -74,6 +82,12 @@ cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const i
 
 int cgx_group_link(cgx_group* group, int64_t peer, int64_t stream, int fd) try {
   return group->inner.link(peer, stream, fd);
+} catch (const std::exception&) {
+  return CGX_ERROR_ARGUMENT;
+}
+
+int cgx_group_bell(cgx_group* group, int64_t peer, int fd) try {
+  return group->inner.set_bell(peer, fd);
 } catch (const std::exception&) {
   return CGX_ERROR_ARGUMENT;
 }

@@ -28,12 +28,6 @@ bool alike(const cgx_call& a, const cgx_call& b) {
 
 }  // namespace
 
-Board::Board(Control* control, const ControlLayout& layout, int64_t rank) : rank_(rank) {
-  uint8_t* base = reinterpret_cast<uint8_t*>(control);
-  ranks_ = reinterpret_cast<RankControl*>(base + layout.ranks_at);
-  entries_ = reinterpret_cast<BoardEntry*>(base + layout.board_at);
-}
-
 void Board::set_names(const char* operations, const char* dtypes, const char* reductions) {
   operations_ = split(operations);
   dtypes_ = split(dtypes);
@@ -42,7 +36,7 @@ void Board::set_names(const char* operations, const char* dtypes, const char* re
 
 // The number may be a peer's word: whatever it is, the entry is one of that rank's.
 BoardEntry& Board::entry(int64_t rank, int64_t sequence) const {
-  return entries_[rank * kBoardEntries + static_cast<int64_t>(static_cast<uint64_t>(sequence) % kBoardEntries)];
+  return rows_[static_cast<size_t>(rank)].entries[static_cast<uint64_t>(sequence) % kBoardEntries];
 }
 
 int64_t Board::note(const cgx_call& call) {
@@ -61,8 +55,9 @@ void Board::write(int64_t rank, int64_t sequence, const cgx_call& call) {
   std::memcpy(words, &call, sizeof call);
   for (size_t i = 0; i < kCallWords; ++i) target.call[i].store(words[i], std::memory_order_relaxed);
   target.sequence.store(sequence, std::memory_order_release);
-  ranks_[rank].noted_at_ns.store(now_ns(), std::memory_order_relaxed);
-  ranks_[rank].noted.store(sequence, std::memory_order_release);
+  RankControl& row = *rows_[static_cast<size_t>(rank)].control;
+  row.noted_at_ns.store(now_ns(), std::memory_order_relaxed);
+  row.noted.store(sequence, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // of two that note and then look, one sees the other's note
 }
 
@@ -112,11 +107,12 @@ std::string Board::describe(int64_t rank, int64_t sequence) const {
 }
 
 std::string Board::position(int64_t rank) const {
-  const int64_t latest = ranks_[rank].noted.load(std::memory_order_acquire);
+  const RankControl& row = *rows_[static_cast<size_t>(rank)].control;
+  const int64_t latest = row.noted.load(std::memory_order_acquire);
   if (latest <= 0) return "has called nothing yet";
   const int64_t now = now_ns();
   const int64_t age_s =
-      (now - std::clamp<int64_t>(ranks_[rank].noted_at_ns.load(std::memory_order_relaxed), 0, now)) / 1000000000;
+      (now - std::clamp<int64_t>(row.noted_at_ns.load(std::memory_order_relaxed), 0, now)) / 1000000000;
   return "called operation " + std::to_string(latest) + ", " + describe(rank, latest) + ", last, " +
          std::to_string(age_s) + " s ago";
 }

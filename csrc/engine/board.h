@@ -2,15 +2,22 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "segment/control.h"
 
 namespace cgx {
 
+// What one rank has told of itself: in the segment of its node, or, of a rank elsewhere, in this process.
+struct Row {
+  RankControl* control;
+  BoardEntry* entries;
+};
+
 class Board {
  public:
-  Board(Control* control, const ControlLayout& layout, int64_t rank);
+  Board(std::vector<Row> rows, int64_t rank) : rows_(std::move(rows)), rank_(rank) {}
 
   // Names for messages, each list separated by '\n'.
   void set_names(const char* operations, const char* dtypes, const char* reductions);
@@ -32,9 +39,8 @@ class Board {
   void write(int64_t rank, int64_t sequence, const cgx_call& call);
   std::string describe(const cgx_call& call) const;
 
-  RankControl* ranks_;
-  BoardEntry* entries_;
-  int64_t rank_;
+  const std::vector<Row> rows_;  // by rank
+  const int64_t rank_;
   int64_t last_ = 0;
   std::vector<std::string> operations_, dtypes_, reductions_;
 };

@@ -13,19 +13,19 @@ std::string Group::operation_name(const Operation& op) const {
 }
 
 bool Group::is_gone(int64_t peer) {
-  const RankControl& them = ranks_[peer];
-  if (linked_) return links_[static_cast<size_t>(peer)] && links_[static_cast<size_t>(peer)]->is_down();
+  const RankControl& them = row(peer);
+  if (const Link* link = link_to(peer)) return link->is_down();
   return them.life.load(std::memory_order_acquire) == kPresent &&
          watch_.is_dead(peer, them.pid.load(), them.start_time.load());
 }
 
 int Group::fail_lost(int64_t peer, const std::string& operation) {
-  const bool left = ranks_[peer].life.load(std::memory_order_acquire) == kLeft;
-  std::string state = linked_ ? "it " : "its process (pid " + std::to_string(ranks_[peer].pid.load()) + ") ";
+  const bool left = row(peer).life.load(std::memory_order_acquire) == kLeft;
+  std::string state = link_to(peer) ? "it " : "its process (pid " + std::to_string(row(peer).pid.load()) + ") ";
   if (left)
     state += "has left the group (destroy_process_group, or the end of its script)";
   else
-    state += linked_ ? link_state(peer) : "is gone (killed, crashed or out of memory)";
+    state += link_to(peer) ? link_state(peer) : "is gone (killed, crashed or out of memory)";
   fail(CGX_ERROR_PEER_LOST, name(rank_) + " lost " + name(peer) + " in " + operation + ": " + state +
                                 ". Look at that rank's output for the cause, then restart all ranks.");
   return status_.load();
@@ -37,10 +37,10 @@ int Group::look_for_trouble(Operation& op, const std::atomic<uint64_t>& word, ui
     if (other == rank_) continue;
     if (board_.differs(other, op.sequence)) return fail_mismatch(other, op.sequence);
     // A dead rank that has not even called takes part in nothing any more, whoever is waited for first.
-    if (other != peer && ranks_[other].noted.load(std::memory_order_acquire) < op.sequence && is_gone(other))
+    if (other != peer && row(other).noted.load(std::memory_order_acquire) < op.sequence && is_gone(other))
       return fail_lost(other, operation_name(op));
   }
-  if (ranks_[peer].life.load(std::memory_order_acquire) == kLeft || is_gone(peer)) {
+  if (row(peer).life.load(std::memory_order_acquire) == kLeft || is_gone(peer)) {
     // It may have done its part before it left.
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
     return poison_arrived() ? status_.load() : fail_lost(peer, operation_name(op));
@@ -50,7 +50,10 @@ int Group::look_for_trouble(Operation& op, const std::atomic<uint64_t>& word, ui
 
 int Group::look_at_clock(const Operation& op, int64_t peer) {
   const int64_t waited_ms = (now_ns() - op.started_ns) / 1000000;
-  if (waited_ms >= op.what.timeout_ms) {
+  // A peer that has made this call may itself wait for the one that has not. Whoever waits for that one speaks first.
+  const bool has_called = row(peer).noted.load(std::memory_order_acquire) >= op.sequence;
+  const int64_t patience_ms = has_called ? std::clamp<int64_t>(op.what.timeout_ms / 20, 250, 2000) : 0;
+  if (waited_ms >= op.what.timeout_ms + patience_ms) {
     const std::string state = linked_ ? link_state(peer) : "";
     fail(CGX_ERROR_TIMEOUT,
          name(rank_) + ": Timed out after " + std::to_string(waited_ms) + " ms waiting for " + name(peer) + " in " +
@@ -78,8 +81,8 @@ int Group::check_peers(int64_t sequence, bool any) {
   for (int64_t peer = 0; peer < world_; ++peer) {
     if (peer == rank_) continue;
     // Who has made the call may have done its part and ended, for all we know; unless a connection was lost (`any`).
-    const bool missing = ranks_[peer].noted.load(std::memory_order_acquire) < sequence;
-    const bool left = ranks_[peer].life.load(std::memory_order_acquire) == kLeft;
+    const bool missing = row(peer).noted.load(std::memory_order_acquire) < sequence;
+    const bool left = row(peer).life.load(std::memory_order_acquire) == kLeft;
     if ((missing || any) && (left || is_gone(peer)))
       return fail_lost(peer, "operation " + std::to_string(sequence) + ", " + board_.describe(rank_, sequence));
   }
@@ -89,7 +92,7 @@ int Group::check_peers(int64_t sequence, bool any) {
 std::string Group::laggards(int64_t sequence) const {
   std::string text;
   for (int64_t peer = 0; peer < world_; ++peer)
-    if (peer != rank_ && ranks_[peer].noted.load(std::memory_order_acquire) < sequence)
+    if (peer != rank_ && row(peer).noted.load(std::memory_order_acquire) < sequence)
       text += (text.empty() ? "" : "; ") + name(peer) + " " + board_.position(peer);
   return text;
 }
@@ -124,10 +127,7 @@ void Group::fail(int status, const std::string& text) {
     status_.store(status, std::memory_order_release);
   }
   if (status != CGX_ERROR_CLOSED && write_poison(rank_, status, text)) {
-    for (int64_t peer = 0; peer < world_; ++peer) {
-      ranks_[peer].bell.fetch_add(1);
-      futex_wake(&ranks_[peer].bell);
-    }
+    ring_all(true);
     if (linked_) poison_links(status, text);
   }
   if (linked_) ring_holder();

@@ -24,17 +24,33 @@ uint64_t fingerprint_of(const cgx_call& call, int64_t sequence) {
   return hash;
 }
 
+// What is known of ranks that share no memory with this one stands in `elsewhere`.
+std::vector<Row> rows_in(const Segment& control, const Segment& elsewhere, const std::vector<int64_t>& home,
+                         const ControlLayout& layout) {
+  std::vector<Row> rows;
+  for (int64_t rank = 0; rank < layout.world; ++rank) {
+    uint8_t* base = (std::count(home.begin(), home.end(), rank) ? control : elsewhere).data();
+    rows.push_back({reinterpret_cast<RankControl*>(base + layout.ranks_at) + rank,
+                    reinterpret_cast<BoardEntry*>(base + layout.board_at) + rank * kBoardEntries});
+  }
+  return rows;
+}
+
+int64_t aligned(int64_t nbytes) { return (nbytes + 127) / 128 * 128; }
+
 }  // namespace
 
-Group::Group(Segment control, bool linked, int64_t rank, int64_t world, const int32_t* global_ranks,
-             const cgx_means& means, int64_t segment_limit_nbytes)
+Group::Group(Segment control, Segment elsewhere, std::vector<int64_t> home, int64_t rank, int64_t world,
+             const int32_t* global_ranks, const cgx_means& means, int64_t segment_limit_nbytes)
     : layout_(world),
       control_segment_(std::move(control)),
+      elsewhere_segment_(std::move(elsewhere)),
       control_(reinterpret_cast<Control*>(control_segment_.data())),
-      ranks_(reinterpret_cast<RankControl*>(control_segment_.data() + layout_.ranks_at)),
       flags_(reinterpret_cast<Flag*>(control_segment_.data() + layout_.flags_at)),
-      board_(control_, layout_, rank),
-      linked_(linked),
+      rows_(rows_in(control_segment_, elsewhere_segment_, home, layout_)),
+      board_(rows_, rank),
+      home_(std::move(home)),
+      linked_(static_cast<int64_t>(home_.size()) < world),
       rank_(rank),
       world_(world),
       global_ranks_(global_ranks, global_ranks + world),
@@ -43,17 +59,18 @@ Group::Group(Segment control, bool linked, int64_t rank, int64_t world, const in
       owner_pid_(getpid()),
       watch_(world),
       links_(static_cast<size_t>(world)),
+      bells_(static_cast<size_t>(world), -1),
       waited_ns_(static_cast<size_t>(world)) {
   cpu_set_t cores;
   const int64_t n_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
   // Spinning pays while the peer runs on another core; with more ranks than cores it keeps the peer from running.
   // Then it gives way to the peer for a while before it sleeps: four ranks on two cores need 130 us for 64 KB without,
   // 50 us with it. Where every rank has a core there is no peer to give way to, only threads of the user's.
-  // Of linked ranks nobody knows here which share cores.
-  const bool crowded = !linked && n_cores < world;
+  // Of ranks elsewhere nobody knows here which share cores.
+  const bool crowded = n_cores < static_cast<int64_t>(home_.size());
   spin_ns_ = crowded ? 2000 : 50000;
   yield_ns_ = crowded ? 200000 : 0;
-  RankControl& me = ranks_[rank];
+  RankControl& me = row(rank);
   me.pid.store(owner_pid_);
   me.start_time.store(process_start_time(owner_pid_));
   me.life.store(kPresent, std::memory_order_release);
@@ -78,6 +95,10 @@ Group::~Group() {
   close();
   if (holder_bell_ >= 0) ::close(holder_bell_);
   if (thread_bell_ >= 0) ::close(thread_bell_);
+  if (getpid() != owner_pid_) return;  // a forked child has closed the others
+  if (bell_ >= 0) close_file(bell_);
+  for (const int file : bells_)
+    if (file >= 0) close_file(file);
 }
 
 // ---- the queue ----
@@ -90,7 +111,8 @@ int64_t Group::note(const cgx_call& call) {
 int64_t Group::submit(const cgx_call& call, cgx_submission* what) {
   if (closed_.load()) return CGX_ERROR_CLOSED;
   if (status_.load() != CGX_OK) return status_.load();
-  const bool runs_here = linked_ || (what->plan && what->plan->in_slice_order && what->plan->ring == 2);
+  const bool runs_here = linked_ || (what->plan && what->plan->in_slice_order && what->plan->ring == 2 &&
+                                     what->plan->n_flags <= layout_.flags_per_rank);
   if (!runs_here) return CGX_ERROR_ARGUMENT;
   Operation op;
   op.what = *what;
@@ -198,6 +220,7 @@ int Group::run_queue(int64_t target, int64_t until_ns) {
 }
 
 void Group::finish(const Operation& op) {
+  if (linked_ && op.what.plan) base_ += static_cast<uint64_t>(op.what.plan->n_slices);
   count(kOperations, op.what.plan != nullptr);
   count(kCompressed, op.what.compressed);
   count(kBefore, op.what.bytes_before);
@@ -218,8 +241,11 @@ int Group::advance(Operation& op, int64_t until_ns) {
   current_ = &op;
   if (!op.what.plan) return agree(op, until_ns);
   const cgx_plan& plan = *op.what.plan;
-  const int ready = ensure_segment(op, until_ns);
-  if (ready != CGX_OK) return ready;
+  if (!linked_ || !mapped_) {
+    const int ready = ensure_segment(op, until_ns);
+    if (ready != CGX_OK) return ready;
+    mapped_ = true;
+  }
   for (; op.step < plan.steps.size(); ++op.step) {
     const cgx_step& step = plan.steps[op.step];
     const int64_t slice = plan.slice_of(step);
@@ -228,8 +254,10 @@ int Group::advance(Operation& op, int64_t until_ns) {
     if (status != CGX_OK) return status;
     if (--progress_[static_cast<size_t>(slice)].steps_left == 0) finish_slice();
   }
-  const int status = begin_slices(op, plan.n_slices, until_ns);  // those in which this rank has nothing to do
-  return status == CGX_OK && linked_ ? flush(op, until_ns) : status;
+  int status = begin_slices(op, plan.n_slices, until_ns);  // those in which this rank has nothing to do
+  if (status == CGX_OK && linked_) status = flush(op, until_ns);
+  // A rank of this node that made another call may have written over what was read here.
+  return status == CGX_OK && linked_ && shares() ? check(op.sequence) : status;
 }
 
 int Group::begin_slices(Operation& op, int64_t end, int64_t until_ns) {
@@ -250,14 +278,17 @@ int Group::begin_slices(Operation& op, int64_t end, int64_t until_ns) {
 // The part of the memory that this slice will use must have been left by the slice before it there.
 int Group::wait_for_room(Operation& op, int64_t slice, int64_t until_ns) {
   if (linked_) {
-    const int64_t earlier = slice - op.what.plan->ring;
-    return earlier < 0 ? CGX_OK : wait_for(op, freed_, static_cast<uint64_t>(earlier) + 1, peer_with_queue(), until_ns);
+    const auto earlier = static_cast<uint64_t>(std::max<int64_t>(0, slice - op.what.plan->ring + 1));
+    int status = earlier ? wait_for(op, freed_, earlier, peer_with_queue(), until_ns) : CGX_OK;
+    for (const int64_t peer : home_)
+      if (peer != rank_ && status == CGX_OK) status = wait_for(op, row(peer).done, base_ + earlier, peer, until_ns);
+    return status;
   }
   const uint64_t next = slice_number_ + 1;
   if (next <= 2) return CGX_OK;
   for (int64_t peer = 0; peer < world_; ++peer) {
     if (peer == rank_) continue;
-    const int status = wait_for(op, ranks_[peer].done, next - 2, peer, until_ns);
+    const int status = wait_for(op, row(peer).done, next - 2, peer, until_ns);
     if (status != CGX_OK) return status;
   }
   return CGX_OK;
@@ -265,15 +296,14 @@ int Group::wait_for_room(Operation& op, int64_t slice, int64_t until_ns) {
 
 void Group::finish_slice() {
   if (linked_) return free_slices();
-  ranks_[rank_].done.store(slice_number_, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (int64_t peer = 0; peer < world_; ++peer) ring(peer);
+  row(rank_).done.store(slice_number_, std::memory_order_release);
+  ring_all(false);
 }
 
 uint8_t* Group::slot_data(const Operation& op, int64_t slot) const {
   const cgx_slot& at = op.what.plan->slots[static_cast<size_t>(slot)];
-  const int64_t part =
-      linked_ ? at.slice % op.what.plan->ring * op.what.plan->part_nbytes : (slice_number_ & 1) * (data_.nbytes() / 2);
+  const int64_t part = linked_ ? marks_nbytes_ + at.slice % op.what.plan->ring * op.what.plan->part_nbytes
+                               : (slice_number_ & 1) * (data_.nbytes() / 2);
   return data_.data() + part + at.offset;
 }
 
@@ -308,7 +338,12 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
       count(kSent, slot.nbytes);
       op.sent_nbytes += slot.nbytes;
       if (linked_) {
-        send_payload(op, step, slot);
+        if (link_to(step.peer)) {
+          send_payload(op, step, slot);
+        } else {
+          if (slot.writer == rank_) set_mark(op, slot);
+          ring(step.peer);
+        }
         return CGX_OK;
       }
       if (slot.writer == rank_) {  // what is only passed on is there already, for all to read
@@ -322,7 +357,9 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
       return CGX_OK;
     case CGX_STEP_RECEIVE: {
       if (linked_) {
-        const int waited = wait_for(op, arrived_[static_cast<size_t>(step.slot)], 1, step.peer, until_ns);
+        const int waited = link_to(step.peer)
+                               ? wait_for(op, arrived_[static_cast<size_t>(step.slot)], 1, step.peer, until_ns)
+                               : wait_for_mark(op, slot, until_ns);
         count(kWaitNs, now_ns() - begin_ns);
         return waited;
       }
@@ -352,7 +389,8 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
       break;
     }
     default:
-      status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values, 0);
+      status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values,
+                          step.kind == CGX_STEP_ADD);
       timed(kDecodeNs);
       break;
   }
@@ -362,64 +400,81 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
 
 // ---- the data segment ----
 
-// Every rank comes here with the same need, because plans are the same on all. Rank 0 makes a larger segment; the
-// others map it; once all have, its name is removed.
+// Every rank of a node comes here with the same need, because their plans have the same places for payloads. The first
+// one makes a larger segment; the others map it; once all have, its name is removed.
 int Group::ensure_segment(Operation& op, int64_t until_ns) {
-  const int64_t needed = op.what.plan->ring * op.what.plan->part_nbytes;
-  if (linked_) return ensure_private(needed);
-  if (needed <= data_.nbytes() && !created_generation_) return CGX_OK;
-  if (rank_ == 0) {
-    if (!created_generation_) {
-      if (needed > segment_limit_nbytes_) {
-        fail(CGX_ERROR_SHARED_MEMORY, "an operation needs more shared memory than the group may take");
-        return CGX_ERROR_SHARED_MEMORY;
-      }
-      // Grow at least twofold, so that slowly rising sizes do not allocate each time.
-      const int64_t nbytes = std::min(std::max(needed, 2 * data_.nbytes()), segment_limit_nbytes_) / 128 * 128;
-      std::string segment_name;
-      std::string error = Segment::create(std::max(nbytes, needed), &data_, &segment_name);
-      if (!error.empty() && nbytes > needed) error = Segment::create(needed, &data_, &segment_name);
-      if (!error.empty()) {
-        fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
-        return CGX_ERROR_SHARED_MEMORY;
-      }
-      std::memcpy(control_->data_name, segment_name.c_str(), segment_name.size() + 1);
-      control_->data_nbytes.store(data_.nbytes());
-      control_->generation.store(++generation_, std::memory_order_release);
-      created_generation_ = true;
-      std::atomic_thread_fence(std::memory_order_seq_cst);
-      for (int64_t peer = 1; peer < world_; ++peer) ring(peer);
+  const cgx_plan& plan = *op.what.plan;
+  const int64_t slots_nbytes = plan.ring * plan.part_nbytes;
+  if (!shares()) return ensure_private(slots_nbytes);
+  const auto mark_nbytes = static_cast<int64_t>(sizeof(Mark));
+  const int64_t marks_nbytes = linked_ ? aligned(plan.ring * plan.n_flags * mark_nbytes) : 0;
+  const bool fits = marks_nbytes <= marks_nbytes_ && slots_nbytes <= data_.nbytes() - marks_nbytes_;
+  if (fits && !created_generation_) return CGX_OK;
+  return rank_ == home_[0] ? create_segment(op, marks_nbytes, slots_nbytes, until_ns)
+                           : map_segment(op, marks_nbytes, slots_nbytes, until_ns);
+}
+
+int Group::create_segment(Operation& op, int64_t marks_nbytes, int64_t slots_nbytes, int64_t until_ns) {
+  if (!created_generation_) {
+    const int64_t needed = marks_nbytes + slots_nbytes;
+    if (needed > segment_limit_nbytes_) {
+      fail(CGX_ERROR_SHARED_MEMORY, "an operation needs more shared memory than the group may take");
+      return CGX_ERROR_SHARED_MEMORY;
     }
-    for (int64_t peer = 1; peer < world_; ++peer) {
-      const int status = wait_for(op, ranks_[peer].mapped_generation, generation_, peer, until_ns);
-      if (status == CGX_PENDING) return status;
-      if (status != CGX_OK) {
-        Segment::unlink(control_->data_name);
-        return status;
-      }
+    // Grow at least twofold, so that slowly rising sizes do not allocate each time.
+    const int64_t nbytes = std::min(std::max(needed, 2 * data_.nbytes()), segment_limit_nbytes_) / 128 * 128;
+    std::string segment_name;
+    std::string error = Segment::create(std::max(nbytes, needed), &data_, &segment_name);
+    if (!error.empty() && nbytes > needed) error = Segment::create(needed, &data_, &segment_name);
+    if (!error.empty()) {
+      fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
+      return CGX_ERROR_SHARED_MEMORY;
     }
-    Segment::unlink(control_->data_name);
-    created_generation_ = false;
-    return CGX_OK;
+    std::memcpy(control_->data_name, segment_name.c_str(), segment_name.size() + 1);
+    marks_nbytes_ = marks_nbytes;
+    control_->marks_nbytes.store(marks_nbytes);
+    control_->data_nbytes.store(data_.nbytes());
+    control_->generation.store(++generation_, std::memory_order_release);
+    created_generation_ = true;
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    ring_all(false);
   }
-  const int status = wait_for(op, control_->generation, generation_ + 1, 0, until_ns);
+  for (const int64_t peer : home_) {
+    if (peer == rank_) continue;
+    const int status = wait_for(op, row(peer).mapped_generation, generation_, peer, until_ns);
+    if (status == CGX_PENDING) return status;
+    if (status != CGX_OK) {
+      Segment::unlink(control_->data_name);
+      return status;
+    }
+  }
+  Segment::unlink(control_->data_name);
+  created_generation_ = false;
+  return CGX_OK;
+}
+
+int Group::map_segment(Operation& op, int64_t marks_nbytes, int64_t slots_nbytes, int64_t until_ns) {
+  const int64_t creator = home_[0];
+  const int status = wait_for(op, control_->generation, generation_ + 1, creator, until_ns);
   if (status != CGX_OK) return status;
-  if (board_.differs(0, op.sequence)) return fail_mismatch(0, op.sequence);
+  if (board_.differs(creator, op.sequence)) return fail_mismatch(creator, op.sequence);
   const std::string segment_name(control_->data_name, strnlen(control_->data_name, kNameNbytes));
-  const int64_t nbytes = control_->data_nbytes.load();
-  std::string error = nbytes < needed || nbytes > segment_limit_nbytes_
-                          ? "rank 0 made a shared segment of a size that this operation cannot use"
-                          : Segment::open(segment_name, nbytes, &data_);
+  const int64_t nbytes = control_->data_nbytes.load(), marked_nbytes = control_->marks_nbytes.load();
+  std::string error =
+      marked_nbytes != marks_nbytes || nbytes < marks_nbytes + slots_nbytes || nbytes > segment_limit_nbytes_
+          ? name(creator) + " made a shared segment of a size that this operation cannot use"
+          : Segment::open(segment_name, nbytes, &data_);
   if (!error.empty()) {
-    // A rank 0 that fails or leaves removes the name: then that is what has happened.
+    // A creator that fails or leaves removes the name: then that is what has happened.
     if (poison_arrived()) return status_.load();
-    if (ranks_[0].life.load(std::memory_order_acquire) == kLeft) return fail_lost(0, operation_name(op));
+    if (row(creator).life.load(std::memory_order_acquire) == kLeft) return fail_lost(creator, operation_name(op));
     fail(CGX_ERROR_SHARED_MEMORY, name(rank_) + ": " + error);
     return CGX_ERROR_SHARED_MEMORY;
   }
-  ranks_[rank_].mapped_generation.store(++generation_, std::memory_order_release);
+  marks_nbytes_ = marks_nbytes;
+  row(rank_).mapped_generation.store(++generation_, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  ring(0);
+  ring(creator);
   return CGX_OK;
 }
 
@@ -447,8 +502,8 @@ void Group::close() {
     wake_thread();
     work_done_.notify_all();
   }
-  ranks_[rank_].bell.fetch_add(1);
-  futex_wake(&ranks_[rank_].bell);
+  row(rank_).bell.fetch_add(1);
+  futex_wake(&row(rank_).bell);
   if (linked_) ring_holder();
   if (thread_.joinable()) thread_.join();
   // Whoever waited may have been running an operation: tensors may go only when nobody does any more.
@@ -458,14 +513,10 @@ void Group::close() {
     for (const Operation& each : queue_) keep(record_of(each, CGX_RECORD_FAILED));
     queue_.clear();
   }
-  ranks_[rank_].life.store(kLeft, std::memory_order_release);
-  if (linked_) return leave_links();
+  row(rank_).life.store(kLeft, std::memory_order_release);
+  if (linked_) leave_links();
   if (created_generation_) Segment::unlink(control_->data_name);
-  for (int64_t peer = 0; peer < world_; ++peer) {
-    if (peer == rank_) continue;
-    ranks_[peer].bell.fetch_add(1);
-    futex_wake(&ranks_[peer].bell);
-  }
+  ring_all(true);
 }
 
 }  // namespace cgx

@@ -1,7 +1,8 @@
 // One rank's view of a group: its queue of operations, and who runs them.
 //
-// Ranks share memory, or each pair of them is linked by connections (linked.cpp). Linked ranks have a control segment
-// of their own each, in which the rows of the others are filled in by what arrives.
+// The ranks of a node share memory, and ranks of different nodes are linked by connections (linked.cpp). A group may
+// have one node, or one rank on each, or both. What is known of ranks elsewhere stands in a segment of this rank's own,
+// which is filled in by what arrives.
 //
 // Operations run in the order of submission, one at a time, by whoever holds the role: the group's own thread, or a
 // caller that waits (so that a synchronous call needs no hand-over between threads). An operation can be left in the
@@ -52,12 +53,13 @@ struct SliceProgress {
 
 class Group : private Receiver, private ControlListener {
  public:
-  // `linked`: the control segment is this rank's own.
-  Group(Segment control, bool linked, int64_t rank, int64_t world, const int32_t* global_ranks, const cgx_means& means,
-        int64_t segment_limit_nbytes);
+  // `home`: the ranks that share the control segment, this one included, in ascending order.
+  Group(Segment control, Segment elsewhere, std::vector<int64_t> home, int64_t rank, int64_t world,
+        const int32_t* global_ranks, const cgx_means& means, int64_t segment_limit_nbytes);
   ~Group() override;
 
   int link(int64_t peer, int64_t stream, int file);
+  int set_bell(int64_t peer, int file);
 
   void start(const char* operations, const char* dtypes, const char* reductions);
   int64_t note(const cgx_call& call);
@@ -112,13 +114,20 @@ class Group : private Receiver, private ControlListener {
   bool is_gone(int64_t peer);
   int fail_lost(int64_t peer, const std::string& operation);
   void ring(int64_t peer);
+  void ring_all(bool even_if_awake);  // of this node
   int ensure_segment(Operation& op, int64_t until_ns);
+  int create_segment(Operation& op, int64_t marks_nbytes, int64_t slots_nbytes, int64_t until_ns);
+  int map_segment(Operation& op, int64_t marks_nbytes, int64_t slots_nbytes, int64_t until_ns);
 
   // Links; only by the holder of the role, but for what the group's thread hears on control connections.
   void begin_linked(Operation& op);
+  void tell_call(const Operation& op, Link& link);
   int agree(Operation& op, int64_t until_ns);
   int flush(Operation& op, int64_t until_ns);  // until all that was queued has left
   int ensure_private(int64_t needed);
+  bool has_room(int64_t slice) const;
+  void set_mark(const Operation& op, const cgx_slot& slot);
+  int wait_for_mark(Operation& op, const cgx_slot& slot, int64_t until_ns);
   void send_payload(Operation& op, const cgx_step& step, const cgx_slot& slot);
   void free_slices();
   int64_t peer_with_queue() const;
@@ -152,18 +161,23 @@ class Group : private Receiver, private ControlListener {
   std::string name(int64_t rank) const { return "rank " + std::to_string(global_ranks_[static_cast<size_t>(rank)]); }
   std::string operation_name(const Operation& op) const;
 
+  RankControl& row(int64_t rank) const { return *rows_[static_cast<size_t>(rank)].control; }
+  Link* link_to(int64_t peer) const { return links_[static_cast<size_t>(peer)].get(); }  // NULL: on this node
+  bool shares() const { return home_.size() > 1; }
   Flag& flag(int64_t rank, int64_t index) const { return flags_[rank * layout_.flags_per_rank + index]; }
+  Mark& mark(const Operation& op, const cgx_slot& slot) const;
   uint8_t* slot_data(const Operation& op, int64_t slot) const;
   std::vector<const uint8_t*> input_data(const Operation& op, const cgx_step& step) const;
   void count(Counter counter, int64_t amount) { counters_[counter].fetch_add(amount, std::memory_order_relaxed); }
 
   const ControlLayout layout_;
-  Segment control_segment_, data_;
+  Segment control_segment_, elsewhere_segment_, data_;
   Control* control_;
-  RankControl* ranks_;
   Flag* flags_;
+  const std::vector<Row> rows_;  // by rank
   Board board_;
-  const bool linked_;
+  const std::vector<int64_t> home_;  // the ranks of this node
+  const bool linked_;                // there are others
   const int64_t rank_, world_;
   const std::vector<int32_t> global_ranks_;
   const cgx_means means_;
@@ -175,6 +189,9 @@ class Group : private Receiver, private ControlListener {
   uint64_t slice_number_ = 0;  // of the slice being run, counted over the group's life
   uint64_t generation_ = 0;    // of data_
   bool created_generation_ = false;
+  int64_t marks_nbytes_ = 0;  // at the start of data_, where a linked group shares it
+  uint64_t base_ = 0;         // linked: slices of all operations before this one
+  bool mapped_ = false;       // linked: data_ has room for the operation under way
 
   std::vector<SliceProgress> progress_;  // of the operation under way, by slice
 
@@ -183,6 +200,8 @@ class Group : private Receiver, private ControlListener {
   std::vector<int64_t> thread_peers_;           // the same, as the group's thread knows them
   std::vector<pollfd> pollfds_;                 // of the holder
   int holder_bell_ = -1, thread_bell_ = -1;     // eventfds
+  int bell_ = -1;                               // a pipe that ranks of this node write to while this one sleeps
+  std::vector<int> bells_;                      // by rank: the other end of theirs; -1: not of this node
   bool thread_holds_ = false;                   // the role
   Operation* current_ = nullptr;                // what payloads may arrive for
   std::vector<std::atomic<uint64_t>> arrived_;  // by slot of the operation under way: 1 once it is here

@@ -1,4 +1,7 @@
-// Groups whose ranks are linked by connections: who moves bytes, when, and what is heard meanwhile.
+// Groups of several nodes, whose ranks are linked by connections: who moves bytes, when, and what is heard meanwhile.
+//
+// A payload for a rank of this node stays where it was encoded or received, in the memory that the node shares; a mark
+// says that it is there. So a rank hands on what it got from elsewhere without a copy.
 //
 // The holder of the role sends and reads payloads, between steps and while it waits; nobody does while no operation
 // runs, since then nobody owes anything. The group's thread alone reads control connections, at all times: poison, good
@@ -27,7 +30,8 @@ constexpr size_t kPoisonTextNbytes = 1500;
 }  // namespace
 
 int Group::link(int64_t peer, int64_t stream, int file) {
-  if (!linked_ || peer < 0 || peer >= world_ || peer == rank_ || file < 0) return CGX_ERROR_ARGUMENT;
+  if (!linked_ || peer < 0 || peer >= world_ || file < 0) return CGX_ERROR_ARGUMENT;
+  if (std::count(home_.begin(), home_.end(), peer)) return CGX_ERROR_ARGUMENT;
   std::unique_ptr<Link>& link = links_[static_cast<size_t>(peer)];
   if (!link) link = std::make_unique<Link>(peer);
   if (stream >= 0) {
@@ -36,10 +40,19 @@ int Group::link(int64_t peer, int64_t stream, int file) {
   }
   if (link->streams().empty()) return CGX_ERROR_ARGUMENT;
   link->set_control(file);
-  ranks_[peer].life.store(kPresent, std::memory_order_release);
+  row(peer).life.store(kPresent, std::memory_order_release);
   std::lock_guard<std::mutex> lock(queue_mutex_);
   linked_peers_.push_back(peer);  // from now on the thread listens to it
   eventfd_write(thread_bell_, 1);
+  return CGX_OK;
+}
+
+int Group::set_bell(int64_t peer, int file) {
+  if (!linked_ || file < 0 || !std::count(home_.begin(), home_.end(), peer)) return CGX_ERROR_ARGUMENT;
+  int& bell = peer == rank_ ? bell_ : bells_[static_cast<size_t>(peer)];
+  if (bell >= 0) return CGX_ERROR_ARGUMENT;
+  close_in_children(file);
+  bell = file;
   return CGX_OK;
 }
 
@@ -52,25 +65,38 @@ void Group::begin_linked(Operation& op) {
   freed_.store(0, std::memory_order_relaxed);
   left_.store(0, std::memory_order_relaxed);
   queued_ = 0;
+  mapped_ = false;
   progress_.clear();
   placed_.assign(slots, false);
+  if (!op.what.plan || !shares()) return;
+  // A rank that first waits for its own node tells others at once what it has called, so that nobody takes it for late.
+  for (const int64_t peer : op.what.plan->peers)
+    if (Link* link = link_to(peer)) tell_call(op, *link);
+}
+
+void Group::tell_call(const Operation& op, Link& link) {
+  Stream& stream = link.stream(0);
+  const auto sequence = static_cast<uint64_t>(op.sequence);
+  if (stream.has_ended() || !link.tell(stream, sequence)) return;
+  ++queued_;
+  stream.queue(sequence, op.fingerprint, &op.call, 0, -1, nullptr, 0);
 }
 
 // All peers have made this call once each has told of it.
 int Group::agree(Operation& op, int64_t until_ns) {
   if (op.step == 0) {
     op.step = 1;
-    for (const auto& link : links_) {
-      if (!link || link->stream(0).has_ended()) continue;
-      ++queued_;
-      link->stream(0).queue(static_cast<uint64_t>(op.sequence), op.fingerprint, &op.call, 0, -1, nullptr, 0);
-    }
+    for (const auto& link : links_)
+      if (link) tell_call(op, *link);
+    row(rank_).agreed.store(static_cast<uint64_t>(op.sequence), std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    ring_all(false);
     pump();
   }
   for (int64_t peer = 0; peer < world_; ++peer) {
     if (peer == rank_) continue;
-    const int status =
-        wait_for(op, links_[static_cast<size_t>(peer)]->called, static_cast<uint64_t>(op.sequence), peer, until_ns);
+    const std::atomic<uint64_t>& called = link_to(peer) ? link_to(peer)->called : row(peer).agreed;
+    const int status = wait_for(op, called, static_cast<uint64_t>(op.sequence), peer, until_ns);
     if (status != CGX_OK) return status;
     if (board_.differs(peer, op.sequence, op.call)) return fail_mismatch(peer, op.sequence);
   }
@@ -108,16 +134,54 @@ void Group::send_payload(Operation& op, const cgx_step& step, const cgx_slot& sl
 }
 
 void Group::free_slices() {
-  uint64_t freed = freed_.load(std::memory_order_relaxed);
+  const uint64_t before = freed_.load(std::memory_order_relaxed);
+  uint64_t freed = before;
   const auto begun = static_cast<uint64_t>(current_->begun);
   while (freed < begun && progress_[freed].steps_left == 0 && progress_[freed].unsent == 0) ++freed;
   freed_.store(freed, std::memory_order_release);
+  if (freed == before || !shares()) return;
+  row(rank_).done.store(base_ + freed, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  ring_all(false);
+}
+
+// Whether the part of the memory that a slice uses has been left by the slice before it, here and by ranks of this
+// node.
+bool Group::has_room(int64_t slice) const {
+  const auto earlier = static_cast<uint64_t>(std::max<int64_t>(0, slice - current_->what.plan->ring + 1));
+  if (!mapped_ || freed_.load(std::memory_order_relaxed) < earlier) return false;
+  return std::all_of(home_.begin(), home_.end(), [&](int64_t peer) {
+    return peer == rank_ || row(peer).done.load(std::memory_order_acquire) >= base_ + earlier;
+  });
 }
 
 int64_t Group::peer_with_queue() const {
   for (int64_t peer = 0; peer < world_; ++peer)
-    if (peer != rank_ && links_[static_cast<size_t>(peer)]->has_queued()) return peer;
+    if (link_to(peer) && link_to(peer)->has_queued()) return peer;
   return rank_;
+}
+
+// ---- payloads for ranks of this node ----
+
+Mark& Group::mark(const Operation& op, const cgx_slot& slot) const {
+  const cgx_plan& plan = *op.what.plan;
+  return reinterpret_cast<Mark*>(data_.data())[slot.slice % plan.ring * plan.n_flags + slot.flag];
+}
+
+void Group::set_mark(const Operation& op, const cgx_slot& slot) {
+  Mark& here = mark(op, slot);
+  here.fingerprint.store(op.fingerprint, std::memory_order_relaxed);
+  here.slice.store(base_ + static_cast<uint64_t>(slot.slice) + 1, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+int Group::wait_for_mark(Operation& op, const cgx_slot& slot, int64_t until_ns) {
+  const Mark& there = mark(op, slot);
+  const uint64_t number = base_ + static_cast<uint64_t>(slot.slice) + 1;
+  const int status = wait_for(op, there.slice, number, slot.writer, until_ns);
+  if (status == CGX_OK && there.fingerprint.load(std::memory_order_relaxed) != op.fingerprint)
+    return fail_mismatch(slot.writer, op.sequence);
+  return status;
 }
 
 // ---- what streams ask ----
@@ -139,8 +203,7 @@ Receiver::Answer Group::place(int64_t peer, const FrameHeader& header, uint8_t**
                                  " does not have. All ranks need the same version of torch_cgx. Restart all ranks.");
     return Answer::kRefuse;
   }
-  const int64_t slice = plan->slots[slot].slice;
-  if (slice >= static_cast<int64_t>(freed_.load(std::memory_order_relaxed)) + plan->ring) return Answer::kLater;
+  if (!has_room(plan->slots[slot].slice)) return Answer::kLater;
   placed_[slot] = true;
   *destination = slot_data(op, static_cast<int64_t>(slot));
   return Answer::kTake;
@@ -206,13 +269,23 @@ int Group::wait_on_links(Operation& op, const std::atomic<uint64_t>& word, uint6
     if (trouble != CGX_OK) return trouble;
     if (closed_.load()) return CGX_ERROR_CLOSED;
     if (now >= until_ns) return CGX_PENDING;
-    sleep_on_links(std::min(kNapNs, until_ns - now));
+    if (!shares()) {
+      sleep_on_links(std::min(kNapNs, until_ns - now));
+      continue;
+    }
+    // What a rank of this node stores after this is followed by a byte, and what it stored before is seen here.
+    row(rank_).waits_on.store(static_cast<uint32_t>(peer) + 1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    pump();
+    if (word.load(std::memory_order_acquire) < value) sleep_on_links(std::min(kNapNs, until_ns - now));
+    row(rank_).waits_on.store(0, std::memory_order_relaxed);
   }
 }
 
 void Group::sleep_on_links(int64_t nap_ns) {
   pollfds_.clear();
   pollfds_.push_back({holder_bell_, POLLIN, 0});
+  pollfds_.push_back({bell_, POLLIN, 0});  // -1: not looked at
   for (const auto& link : links_) {
     if (!link) continue;
     for (const Stream& stream : link->streams()) {
@@ -228,6 +301,9 @@ void Group::sleep_on_links(int64_t nap_ns) {
   if (ppoll(pollfds_.data(), pollfds_.size(), &nap, nullptr) <= 0) return;
   eventfd_t rings;
   if (pollfds_[0].revents) eventfd_read(holder_bell_, &rings);
+  char bytes[64];
+  while (pollfds_[1].revents && read(bell_, bytes, sizeof bytes) == sizeof bytes) {
+  }
   for (size_t i = controls; i < pollfds_.size(); ++i)
     if (pollfds_[i].revents) links_[static_cast<size_t>(thread_peers_[i - controls])]->listen(*this);
 }
@@ -253,7 +329,17 @@ int Group::look_for_link_trouble(Operation& op, const std::atomic<uint64_t>& wor
     if (other != rank_ && board_.differs(other, op.sequence, op.call)) return fail_mismatch(other, op.sequence);
   // Who is waited for to read may have done so and left, and now it is another.
   if (&word == &left_ || &word == &freed_) peer = peer_with_queue();
+  for (const int64_t other : home_) {
+    // A dead rank that has not even called takes part in nothing any more, whoever is waited for first.
+    if (other != rank_ && row(other).noted.load(std::memory_order_acquire) < op.sequence && is_gone(other))
+      return fail_lost(other, operation_name(op));
+  }
   if (peer == rank_) return look_at_clock(op, peer);
+  if (!link_to(peer)) {
+    if (row(peer).life.load(std::memory_order_acquire) != kLeft && !is_gone(peer)) return look_at_clock(op, peer);
+    if (word.load(std::memory_order_acquire) >= value) return CGX_OK;  // it did its part before it left
+    return poison_arrived() ? status_.load() : fail_lost(peer, operation_name(op));
+  }
   const cgx_plan* plan = op.what.plan;
   const cgx_step* step = plan && op.step < plan->steps.size() ? &plan->steps[op.step] : nullptr;
   const bool receives = step && step->kind == CGX_STEP_RECEIVE && &word == &arrived_[static_cast<size_t>(step->slot)];
@@ -272,7 +358,8 @@ int Group::look_for_link_trouble(Operation& op, const std::atomic<uint64_t>& wor
 
 std::string Group::link_state(int64_t peer) const {
   if (peer == rank_) return "is this rank itself";
-  const Link& link = *links_[static_cast<size_t>(peer)];
+  if (!link_to(peer)) return "";
+  const Link& link = *link_to(peer);
   if (link.is_down()) {
     const int error = link.down_error();
     if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH)
@@ -331,7 +418,7 @@ void Group::work_linked() {
 void Group::ring_holder() { eventfd_write(holder_bell_, 1); }
 
 void Group::poison_arrived_from(int64_t peer, int status, const std::string& text) {
-  if (!write_poison(peer, status, text)) return;
+  write_poison(peer, status, text);  // a rank of this node may have heard of it before
   poison_arrived();
   std::lock_guard<std::mutex> lock(queue_mutex_);
   work_done_.notify_all();
@@ -339,11 +426,11 @@ void Group::poison_arrived_from(int64_t peer, int status, const std::string& tex
 
 void Group::peer_left(int64_t peer, uint64_t last_sequence) {
   const auto last = static_cast<int64_t>(std::min<uint64_t>(last_sequence, INT64_MAX));
-  if (ranks_[peer].noted.load(std::memory_order_acquire) < last) ranks_[peer].noted.store(last);
-  ranks_[peer].life.store(kLeft, std::memory_order_release);
+  if (row(peer).noted.load(std::memory_order_acquire) < last) row(peer).noted.store(last);
+  row(peer).life.store(kLeft, std::memory_order_release);
 }
 
-uint64_t Group::latest_sequence() const { return static_cast<uint64_t>(ranks_[rank_].noted.load()); }
+uint64_t Group::latest_sequence() const { return static_cast<uint64_t>(row(rank_).noted.load()); }
 
 void Group::poison_links(int status, const std::string& text) {
   uint8_t body[sizeof(int32_t) + kPoisonTextNbytes];

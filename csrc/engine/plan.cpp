@@ -4,8 +4,6 @@
 #include <memory>
 #include <new>
 
-#include "segment/control.h"
-
 namespace {
 
 bool range_inside(int64_t first, int64_t count, size_t size) {
@@ -25,13 +23,13 @@ int64_t payload_end(const cgx_plan& plan, const cgx_step& step) {
 
 }  // namespace
 
-bool cgx_plan::consistent(int64_t world, int64_t flags_per_rank) const {
+bool cgx_plan::consistent(int64_t world) const {
   if (n_slices < 0 || ring < 2 || part_nbytes < 0 || slots.size() > UINT32_MAX) return false;
   std::vector<bool> received(slots.size());
   for (const cgx_slot& slot : slots) {
     if (slot.offset < 0 || slot.nbytes < 0 || slot.offset > part_nbytes - slot.nbytes) return false;
     if (slot.slice < 0 || slot.slice >= n_slices) return false;
-    if (slot.writer < 0 || slot.writer >= world || slot.flag < 0 || slot.flag >= flags_per_rank) return false;
+    if (slot.writer < 0 || slot.writer >= world || slot.flag < 0 || slot.flag > UINT32_MAX) return false;
   }
   const auto is_slot = [&](int64_t i) { return i >= 0 && i < static_cast<int64_t>(slots.size()); };
   const auto fits = [&](const cgx_step& step, int64_t slot) {
@@ -59,6 +57,7 @@ bool cgx_plan::consistent(int64_t world, int64_t flags_per_rank) const {
         [[fallthrough]];
       case CGX_STEP_ENCODE:
       case CGX_STEP_DECODE:
+      case CGX_STEP_ADD:
         if (!fits(step, step.slot)) return false;
         break;
       default:
@@ -71,6 +70,8 @@ bool cgx_plan::consistent(int64_t world, int64_t flags_per_rank) const {
 void cgx_plan::index() {
   slice_steps.assign(static_cast<size_t>(n_slices), 0);
   from.assign(slots.size(), -1);
+  n_flags = 0;
+  for (const cgx_slot& slot : slots) n_flags = std::max(n_flags, slot.flag + 1);
   in_slice_order = true;
   int64_t latest = 0;
   for (const cgx_step& step : steps) {
@@ -79,13 +80,14 @@ void cgx_plan::index() {
     in_slice_order = in_slice_order && slice >= latest;
     latest = slice;
     if (step.kind == CGX_STEP_RECEIVE) from[static_cast<size_t>(step.slot)] = step.peer;
+    const bool moves = step.kind == CGX_STEP_RECEIVE || step.kind == CGX_STEP_SEND;
+    if (moves && !std::count(peers.begin(), peers.end(), step.peer)) peers.push_back(step.peer);
   }
 }
 
 cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,
                        int64_t n_slots, const int64_t* inputs, int64_t n_inputs, const cgx_step* steps, int64_t n_steps,
                        int64_t n_slices, int64_t ring, int64_t part_nbytes) try {
-  using cgx::ControlLayout;
   auto plan = std::make_unique<cgx_plan>();
   plan->dtype = dtype;
   plan->pieces.assign(pieces, pieces + n_pieces);
@@ -95,7 +97,7 @@ cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_
   plan->n_slices = n_slices;
   plan->ring = ring;
   plan->part_nbytes = part_nbytes;
-  if (!plan->consistent(world, ControlLayout(world).flags_per_rank)) return nullptr;
+  if (!plan->consistent(world)) return nullptr;
   plan->index();
   return plan.release();
 } catch (const std::bad_alloc&) {

@@ -19,10 +19,12 @@ struct cgx_plan {
   // Found when the plan is made.
   std::vector<int64_t> slice_steps;  // by slice: how many steps it has
   std::vector<int64_t> from;         // by slot: the peer that it is received from; -1: it is not
+  std::vector<int64_t> peers;        // that payloads go to or come from
+  int64_t n_flags;                   // one more than the largest flag
   bool in_slice_order;
 
   int64_t slice_of(const cgx_step& step) const { return slots[static_cast<size_t>(step.slot)].slice; }
   // Whether every index, offset and peer is inside its table, slot and world, and no slot is received twice.
-  bool consistent(int64_t world, int64_t flags_per_rank) const;
+  bool consistent(int64_t world) const;
   void index();
 };

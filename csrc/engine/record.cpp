@@ -60,7 +60,7 @@ bool Group::record(int64_t number, cgx_record* found) const {
 }
 
 std::string Group::peer(int64_t rank, cgx_peer* found) {
-  const RankControl& them = ranks_[rank];
+  const RankControl& them = row(rank);
   found->pid = them.pid.load();
   found->life = rank != rank_ && is_gone(rank) ? 3 : them.life.load(std::memory_order_acquire);
   found->noted = them.noted.load(std::memory_order_acquire);

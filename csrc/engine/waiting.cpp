@@ -12,6 +12,12 @@ namespace {
 
 constexpr int64_t kNapNs = 20000000;  // between two looks at whether the peer lives
 
+void write_byte(int bell) {
+  if (bell >= 0 && write(bell, "", 1) < 0) {
+    // It is full, so that its reader will wake; or there is no reader any more.
+  }
+}
+
 }  // namespace
 
 int Group::wait_for(Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer, int64_t until_ns) {
@@ -43,7 +49,7 @@ int Group::wait_long(Operation& op, const std::atomic<uint64_t>& word, uint64_t 
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
   }
 
-  RankControl& me = ranks_[rank_];
+  RankControl& me = row(rank_);
   {
     std::lock_guard<std::mutex> lock(records_mutex_);
     running_ = record_of(op, CGX_RECORD_RUNNING);
@@ -68,11 +74,32 @@ int Group::wait_long(Operation& op, const std::atomic<uint64_t>& word, uint64_t 
   }
 }
 
+// After a full fence, which stands between what was stored and this look.
 void Group::ring(int64_t peer) {
-  RankControl& other = ranks_[peer];
-  if (peer == rank_ || other.waits_on.load(std::memory_order_relaxed) != static_cast<uint32_t>(rank_) + 1) return;
+  RankControl& other = row(peer);
+  const uint32_t waits_on = other.waits_on.load(std::memory_order_relaxed);
+  if (peer == rank_ || waits_on == 0) return;
+  if (linked_) {  // whoever it waits for, a payload from elsewhere may now have room
+    write_byte(bells_[static_cast<size_t>(peer)]);
+    return;
+  }
+  if (waits_on != static_cast<uint32_t>(rank_) + 1) return;
   other.bell.fetch_add(1, std::memory_order_release);
   futex_wake(&other.bell);
+}
+
+void Group::ring_all(bool even_if_awake) {
+  for (const int64_t peer : home_) {
+    if (peer == rank_) continue;
+    if (!even_if_awake) {
+      ring(peer);
+    } else if (linked_) {
+      write_byte(bells_[static_cast<size_t>(peer)]);
+    } else {
+      row(peer).bell.fetch_add(1);
+      futex_wake(&row(peer).bell);
+    }
+  }
 }
 
 }  // namespace cgx

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 6
+#define CGX_ABI_VERSION 7
 
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3 } cgx_dtype;
 
@@ -93,21 +93,24 @@ typedef enum cgx_step_kind {
   CGX_STEP_RECEIVE = 2,
   CGX_STEP_REDUCE = 3,
   CGX_STEP_DECODE = 4,
-  CGX_STEP_SUM = 5
+  CGX_STEP_SUM = 5,
+  CGX_STEP_ADD = 6
 } cgx_step_kind;
 
 typedef struct cgx_step {
   int64_t kind;
-  int64_t slot;        /* written (encode, reduce), moved (send, receive) or read (decode); sum: its first input */
+  int64_t slot;        /* written (encode, reduce), moved (send, receive) or read (decode, add); sum: its first input */
   int64_t peer;        /* send and receive */
-  int64_t first_piece; /* encode, reduce, decode; sum: of the share */
+  int64_t first_piece; /* encode, reduce, decode, add; sum: of the share */
   int64_t n_pieces;
   int64_t first_input; /* reduce, sum: a range of the plan's list of input slots */
   int64_t n_inputs;
   int64_t partial; /* reduce: 1: not all contributions are in, so the sum is not scaled yet */
 } cgx_step;
 
-/* A place for a payload. All ranks have the same slots in the same order; a flag is the writer's own. */
+/* A place for a payload. All ranks have the same slots in the same order, and those of one node have the same places.
+ * The writer is the rank that puts a payload into its node's memory: by encoding, or by receiving it from elsewhere. A
+ * flag is the writer's own; where some ranks are linked, it is the slot's own among those of its slice. */
 typedef struct cgx_slot {
   int64_t offset; /* bytes from the start of the part of the memory that its slice uses */
   int64_t nbytes;
@@ -119,8 +122,8 @@ typedef struct cgx_slot {
 typedef struct cgx_plan cgx_plan;
 
 /* Steps run in the order of their table; a step belongs to the slice of its slot. Slice t uses part t mod ring of the
- * memory, and part_nbytes is what the largest slice needs there. Over shared memory ring is 2 and steps are in the
- * order of their slices; over links slices overlap, and ring must be as many as are under way at once, or more.
+ * memory, and part_nbytes is what the largest slice needs there. Without links ring is 2 and steps are in the
+ * order of their slices; with links slices overlap, and ring must be as many as are under way at once, or more.
  * NULL where a table refers outside of another, or a payload outside of its slot. */
 CGX_API cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces,
                                const cgx_slot* slots, int64_t n_slots, const int64_t* inputs, int64_t n_inputs,
@@ -128,7 +131,7 @@ CGX_API cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces
                                int64_t part_nbytes);
 CGX_API void cgx_plan_free(cgx_plan* plan);
 
-/* ---- groups: ranks of one host that share memory, or ranks that are linked by connections ---- */
+/* ---- groups: ranks of one node share memory, ranks of different nodes are linked by connections ---- */
 
 /* What a rank says that it calls; two ranks whose calls differ in any field but sequence have lost step. */
 typedef struct cgx_call {
@@ -215,15 +218,19 @@ typedef struct cgx_group cgx_group;
 
 /* Creates the control segment of a group and returns its file name (to be told to the peers), or a negative status. */
 CGX_API int cgx_control_create(int64_t world, char* name, int64_t name_nbytes, char* error, int64_t error_nbytes);
-/* Maps it. global_ranks: what errors call the ranks. names: strings for errors, each list separated by '\n'.
- * name NULL: a group without shared memory, whose ranks are linked by cgx_group_link before it is used. */
-CGX_API cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* global_ranks,
-                                  const char* operation_names, const char* dtype_names, const char* reduction_names,
-                                  const cgx_means* means, int64_t segment_limit_nbytes, char* error,
-                                  int64_t error_nbytes);
+/* Maps it. nodes: by rank, the number of its node; global_ranks: what errors call the ranks. names: strings for errors,
+ * each list separated by '\n'. name NULL: this rank shares memory with none. Ranks that share none are linked by
+ * cgx_group_link, and those of one node, where there are others, by cgx_group_bell, before the group is used. */
+CGX_API cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* nodes,
+                                  const int32_t* global_ranks, const char* operation_names, const char* dtype_names,
+                                  const char* reduction_names, const cgx_means* means, int64_t segment_limit_nbytes,
+                                  char* error, int64_t error_nbytes);
 /* Hands over a connected, non-blocking socket to a peer, which is closed with the group, and in forked children at
  * once. stream: 0, 1, ... for data; -1 for the control connection, which is given last. */
 CGX_API int cgx_group_link(cgx_group* group, int64_t peer, int64_t stream, int fd);
+/* Hands over, likewise, the end of a pipe by which this rank wakes a peer of its node; of its own rank: the end that it
+ * sleeps on. */
+CGX_API int cgx_group_bell(cgx_group* group, int64_t peer, int fd);
 /* Called by the creator once all have opened it: from then on nothing of the group has a name. */
 CGX_API void cgx_control_unlink(const char* name);
 

@@ -6,6 +6,8 @@
 // - done: a rank stores the number of the slice that it has left behind; it will read nothing of it any more.
 // - halves: slice t lives in half t mod 2 of the data segment, so a rank may write slice t once all peers are done with
 //   t - 2.
+// - where other ranks are linked, slices overlap: slice t lives in part t mod ring, a mark per slot and part stands for
+//   the flag, and a rank may write slice t once all ranks of its node are done with t - ring.
 // - bell: a rank that sleeps says on whom it waits, looks once more, and sleeps on its bell; whoever stores a flag or a
 //   done rings the bells of those that wait on it. Both sides put a full fence between their store and their look.
 //
@@ -33,6 +35,12 @@ struct alignas(64) Flag {
   std::atomic<uint64_t> fingerprint[2];  // by half: of the call that the payload belongs to
 };
 
+// Where slices overlap: one per slot and part of the memory, at the start of the data segment.
+struct Mark {
+  std::atomic<uint64_t> slice;  // counted over the group's life, from 1, so that it only grows
+  std::atomic<uint64_t> fingerprint;
+};
+
 constexpr size_t kCallWords = sizeof(cgx_call) / sizeof(uint64_t);
 static_assert(kCallWords * sizeof(uint64_t) == sizeof(cgx_call), "a call is kept as whole words");
 
@@ -51,6 +59,7 @@ struct alignas(64) RankControl {
   std::atomic<uint64_t> mapped_generation;  // of the data segment
   std::atomic<int64_t> noted;               // sequence of its latest call
   std::atomic<int64_t> noted_at_ns;
+  std::atomic<uint64_t> agreed;  // sequence of the latest call whose comparison it has begun
 };
 
 struct Control {
@@ -64,9 +73,10 @@ struct Control {
   std::atomic<int32_t> poison_rank;
   char poison_text[kPoisonNbytes];
 
-  // The data segment: rank 0 creates a larger one, writes its name and size, then its generation.
+  // The data segment: the first rank of the node creates a larger one, writes its name and size, then its generation.
   alignas(64) std::atomic<uint64_t> generation;
   std::atomic<int64_t> data_nbytes;
+  std::atomic<int64_t> marks_nbytes;  // of it
   char data_name[kNameNbytes];
 };
 

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +33,9 @@ constexpr cgx_means kMeans = {CGX_SCALAR, 1};
 struct Joint {
   int64_t streams = 0;
   int64_t lag = 1;
-  int buffer_nbytes = 0;  // of a socket; 0: the system's
+  int buffer_nbytes = 0;   // of a socket; 0: the system's
+  int64_t node_ranks = 1;  // with streams: so many ranks, one after the other, share memory
+  bool is_home(int64_t a, int64_t b) const { return a == b || !streams || a / node_ranks == b / node_ranks; }
 };
 Joint joint;
 
@@ -92,8 +95,18 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
       value += chunks[chunk];
       const int64_t nbytes = chunks[chunk] ? cgx_piece_payload_nbytes(&pieces.back(), CGX_FLOAT32) : 0;
       for (int64_t writer = 0; writer < world; ++writer) {  // the owner's slot is the sum's
-        slots.push_back({offset, nbytes, writer, chunk, slice});
-        offset += (nbytes + 63) / 64 * 64;
+        const int64_t room = (nbytes + 63) / 64 * 64;
+        if (joint.node_ranks == 1) {
+          slots.push_back({offset, nbytes, writer, chunk, slice});
+          offset += room;
+          continue;
+        }
+        // A sum from elsewhere comes to each rank of a node, and has a place for each.
+        const bool comes = !joint.is_home(writer, rank);
+        const int64_t here = !comes ? writer : writer == chunk ? rank : joint.is_home(chunk, rank) ? chunk : writer;
+        const int64_t place = comes && writer == chunk ? rank % joint.node_ranks : 0;
+        slots.push_back({offset + place * room, nbytes, here, chunk * world + writer, slice});
+        offset += joint.node_ranks * room;
       }
     }
     part_nbytes = std::max(part_nbytes, offset);
@@ -149,7 +162,9 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
       for (int64_t writer = 0; writer < world; ++writer) {  // the owner's is not used
         const cgx_piece piece = {0, numel, 0, 0, 64, bits};
         const int64_t nbytes = writer == owner ? 0 : cgx_piece_payload_nbytes(&piece, CGX_FLOAT32);
-        slots.push_back({offset, nbytes, writer, owner, slice});
+        const bool comes = joint.is_home(owner, rank) && !joint.is_home(writer, rank);
+        const int64_t flag = joint.node_ranks == 1 ? owner : owner * world + writer;
+        slots.push_back({offset, nbytes, comes && joint.node_ranks > 1 ? owner : writer, flag, slice});
         offset += (nbytes + 63) / 64 * 64;
       }
     part_nbytes = std::max(part_nbytes, offset);
@@ -208,11 +223,14 @@ using Group = std::unique_ptr<cgx_group, GroupDeleter>;
 
 // name NULL: without shared memory.
 Group open_group(const char* name, int64_t rank, int64_t world) {
-  std::vector<int32_t> global_ranks;
-  for (int32_t r = 0; r < world; ++r) global_ranks.push_back(r);
+  std::vector<int32_t> global_ranks, nodes;
+  for (int32_t r = 0; r < world; ++r) {
+    global_ranks.push_back(r);
+    nodes.push_back(joint.streams ? static_cast<int32_t>(r / joint.node_ranks) : 0);
+  }
   char error[512] = "";
-  Group group(cgx_group_open(name, rank, world, global_ranks.data(), "all_reduce\nbroadcast", "float32", "SUM", &kMeans,
-                             kLimitNbytes, error, sizeof error));
+  Group group(cgx_group_open(name, rank, world, nodes.data(), global_ranks.data(), "all_reduce\nbroadcast", "float32",
+                             "SUM", &kMeans, kLimitNbytes, error, sizeof error));
   if (!group) fail("rank %d cannot open the group: %s", int(rank), error);
   return group;
 }
@@ -225,16 +243,39 @@ std::pair<int, int> connected() {
   return {files[0], files[1]};
 }
 
+// A pipe per rank, by which the others of its node wake it.
+void hang_bells(const std::vector<Group>& groups) {
+  for (size_t rank = 0; rank < groups.size(); ++rank) {
+    int files[2];
+    if (pipe2(files, O_CLOEXEC | O_NONBLOCK) != 0) fail("no pipe");
+    for (size_t peer = 0; peer < groups.size(); ++peer) {
+      if (!joint.is_home(int64_t(rank), int64_t(peer))) continue;
+      const int file = peer == rank ? files[0] : dup(files[1]);
+      if (cgx_group_bell(groups[peer].get(), int64_t(rank), file) != CGX_OK) fail("a bell was refused");
+    }
+    close(files[1]);
+  }
+}
+
 // Makes the connection of two ranks: the end of each. stream -1: the control connection.
 using Connect = std::function<std::pair<int, int>(int64_t a, int64_t b, int64_t stream)>;
 
 std::vector<Group> linked_groups(
     int64_t world, const Connect& connect = [](int64_t, int64_t, int64_t) { return connected(); }) {
   std::vector<Group> groups;
-  for (int64_t rank = 0; rank < world; ++rank) groups.push_back(open_group(nullptr, rank, world));
+  char name[64], error[512];
+  for (int64_t rank = 0; rank < world; ++rank) {
+    const bool shares = joint.node_ranks > 1;
+    const bool is_first = rank % joint.node_ranks == 0;
+    if (shares && is_first && cgx_control_create(world, name, sizeof name, error, sizeof error) != CGX_OK)
+      fail("%s", error);
+    groups.push_back(open_group(shares ? name : nullptr, rank, world));
+    if (shares && (rank + 1 == world || (rank + 1) % joint.node_ranks == 0)) cgx_control_unlink(name);
+  }
+  if (joint.node_ranks > 1) hang_bells(groups);
   for (int64_t a = 0; a < world; ++a)
     for (int64_t b = a + 1; b < world; ++b)
-      for (int64_t stream = 0; stream <= joint.streams; ++stream) {
+      for (int64_t stream = 0; stream <= joint.streams && !joint.is_home(a, b); ++stream) {
         const int64_t kind = stream == joint.streams ? -1 : stream;
         const auto [one, other] = connect(a, b, kind);
         if (cgx_group_link(groups[static_cast<size_t>(a)].get(), b, kind, one) != CGX_OK ||

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_cgx
 from tests.support.gradients import DTYPES
-from tests.support.harness import Rank, run_ranks
+from tests.support.harness import OVER_MESSAGES, Rank, run_ranks
 from tests.support.hooked import descend, gradients_of, in_memory_order
 from tests.support.training import flat, same_on_all_ranks
 from torch_cgx import CGXState, cgx_hook
@@ -20,7 +20,6 @@ from torch_cgx.ddp import state as hook_state
 
 pytestmark = pytest.mark.ranks
 
-OVER_MESSAGES = {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO"}
 OVER_LINKS = {"CGX_INNER_COMMUNICATOR_TYPE": "TCP"}
 each_way = pytest.mark.parametrize(
     "variables",

@@ -14,14 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_cgx
 from tests.support.dying import die_after
 from tests.support.gradients import BITS, noise
-from tests.support.harness import Rank, names, observe_ranks, raised, run_ranks
+from tests.support.harness import OVER_MESSAGES, Rank, names, observe_ranks, raised, run_ranks
 from tests.support.hooked import check_average, checked_step, descend, gradients_of, hook
 from tests.support.training import flat, loss_of, make_net, same_on_all_ranks
 from torch_cgx import CGXState, cgx_hook
 
 pytestmark = pytest.mark.ranks
 
-OVER_MESSAGES = {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO"}
 OVER_LINKS = {"CGX_INNER_COMMUNICATOR_TYPE": "TCP"}
 each_way = pytest.mark.parametrize(
     "variables",

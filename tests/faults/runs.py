@@ -19,6 +19,7 @@ from tests.faults.acts import BITS, SHM, set_netem
 from tests.faults.cases import FAULTS, Fault, inject
 from tests.support import harness
 from tests.support.harness import Outcome
+from tests.support.nursery import WITHOUT_ENGINE
 from torch_cgx.cli.hosts import Hosts, Node
 
 WORLDS = {"SHM": 3, "GLOO": 3, "TCP": 3, "MPI": 3, "HIERARCHY": 4}
@@ -52,7 +53,7 @@ def run(name: str, transport: str, backend: str, group_timeout_s: float, limit_s
             world,
             None,
             *(name, backend, nodes[-1] if nodes else None),
-            env={BITS: "4", **({"CGX_CROSS_COMMUNICATOR_TYPE": transport} if transport in ("GLOO", "TCP") else {})},
+            env={BITS: "4", **_chosen(transport)},
             rank_env=rank_env,
             nodes=nodes,
             group_timeout_s=group_timeout_s,
@@ -60,6 +61,12 @@ def run(name: str, transport: str, backend: str, group_timeout_s: float, limit_s
             destroy=fault.destroy,
             real_exit=True,
         )
+
+
+def _chosen(transport: str) -> dict[str, str]:
+    if transport == "GLOO":
+        return {WITHOUT_ENGINE: "1"}
+    return {"CGX_CROSS_COMMUNICATOR_TYPE": "TCP"} if transport == "TCP" else {}
 
 
 def _node(transport: str, rank: int) -> int:

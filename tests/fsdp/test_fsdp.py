@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import torch_cgx
-from tests.support.harness import Rank, run_ranks
+from tests.support.harness import OVER_MESSAGES, Rank, run_ranks
 from tests.support.sharded import (
     STEPS,
     WEIGHTS,
@@ -41,9 +41,6 @@ if not hasattr(fsdp.FSDPModule, "set_custom_all_gather"):
     pytest.skip("FSDP2 of this torch takes no communication of one's own", allow_module_level=True)
 
 from torch_cgx.fsdp import comms, internals  # noqa: E402
-
-MESSAGES = {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO"}  # without shared memory
-
 
 # ---- what is gathered ----
 
@@ -94,7 +91,7 @@ def gathers(me: Rank) -> None:
 
 @pytest.mark.parametrize(
     ("world", "env"),
-    [(3, {}), pytest.param(2, {}, marks=pytest.mark.matrix), pytest.param(3, MESSAGES, marks=pytest.mark.matrix)],
+    [(3, {}), pytest.param(2, {}, marks=pytest.mark.matrix), pytest.param(3, OVER_MESSAGES, marks=pytest.mark.matrix)],
 )
 def test_all_ranks_gather_the_same_weights_a_step_from_the_masters_at_most_and_right_on_average(
     world: int, env: dict[str, str]
@@ -186,7 +183,7 @@ def reduces(me: Rank, bits: int) -> None:
     ("world", "bits", "env"),
     [
         (2, 32, {}),
-        (3, 4, MESSAGES),
+        (3, 4, OVER_MESSAGES),
         pytest.param(2, 4, {}, marks=pytest.mark.matrix),
         pytest.param(3, 4, {}, marks=pytest.mark.matrix),
     ],

@@ -40,7 +40,7 @@ def too_small_or_of_other_types(me: Rank, values: int) -> None:
         torch_cgx.reset_stats()  # what was compressed before counts all the same
 
 
-@pytest.mark.parametrize("over", ["SHM", "GLOO"])
+@pytest.mark.parametrize("over", ["SHM", "TCP"])
 def test_a_group_that_compressed_nothing_says_at_exit_what_it_was_asked_for(over: str) -> None:
     where = {"CGX_INNER_COMMUNICATOR_TYPE": over}
     first, second = logs_of(too_small_or_of_other_types, "cgx", 15, **where, **{MISSPELLED: "4"})

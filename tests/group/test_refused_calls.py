@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import Rank, run_ranks
+from tests.support.harness import OVER_MESSAGES, Rank, run_ranks
 
 pytestmark = pytest.mark.ranks
 
 REFUSALS = (RuntimeError, ValueError, TypeError)
-MESSAGES = {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO"}
 LINKS = {"CGX_INNER_COMMUNICATOR_TYPE": "TCP"}
 GROUP_TIMEOUT_S = 20.0
 
@@ -133,7 +132,7 @@ def all_of_it(me: Rank) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "env"),
-    [("cgx", {}), ("cgx", MESSAGES), ("cgx", LINKS), ("gloo", {})],
+    [("cgx", {}), ("cgx", OVER_MESSAGES), ("cgx", LINKS), ("gloo", {})],
     ids=["shared memory", "messages", "links", "gloo"],
 )
 def test_a_refused_call_raises_itself_and_no_other(backend: str, env: dict[str, str]) -> None:

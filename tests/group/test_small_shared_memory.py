@@ -69,7 +69,7 @@ def make_it(me: Rank, nbytes: int) -> None:
 
 def uses_shared_memory() -> bool:
     group: Any = dist.group.WORLD
-    return group._shared is not None
+    return bool(group.carrier == "SHM")
 
 
 def ramp(rank: int) -> Tensor:
@@ -123,13 +123,13 @@ def too_small(me: Rank, nbytes: int) -> str:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_below_the_floor_there_is_one_warning_and_gloo(world: int) -> None:
+def test_below_the_floor_there_is_one_warning_and_connections_are_used(world: int) -> None:
     outcomes = observe_ranks(too_small, world, None, 1 * MB)
     assert all(outcome.ok for outcome in outcomes), describe(outcomes)
     assert len({outcome.value for outcome in outcomes}) == 1
     log = "".join(outcome.log for outcome in outcomes)
     assert log.count("WARNING") == 1, log
-    assert "Gloo" in log and SHM in log and str(1 * MB) in log
+    assert "uses connections within a host" in log and SHM in log and str(1 * MB) in log
 
 
 def fill() -> None:
@@ -218,7 +218,7 @@ def full_from_the_start(me: Rank) -> None:
     assert is_exact(x, me.world)
 
 
-def test_one_that_is_full_when_the_group_is_created_means_gloo() -> None:
+def test_one_that_is_full_when_the_group_is_created_means_connections() -> None:
     outcomes = observe_ranks(full_from_the_start, 2, None)
     assert all(outcome.ok for outcome in outcomes), describe(outcomes)
     assert "".join(outcome.log for outcome in outcomes).count("WARNING") == 1

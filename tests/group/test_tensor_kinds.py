@@ -60,7 +60,7 @@ def by_gloo() -> list[Outcomes]:
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(32, 0.0), (4, 3.0)])
-@pytest.mark.parametrize("inner", ["SHM", "GLOO", pytest.param("TCP", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("inner", ["SHM", "TCP"])
 def test_every_kind_of_tensor_is_reduced_rightly_or_refused_in_words(
     bits: int, tolerance: float, inner: str, by_gloo: list[Outcomes]
 ) -> None:

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import Rank, observe_ranks, run_ranks
+from tests.support.harness import OVER_MESSAGES, Rank, observe_ranks, run_ranks
 from torch_cgx.cli import main
 
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
-OVER_MESSAGES = {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO", BITS: "4"}
-WAYS = [pytest.param({}, id="shared memory"), pytest.param(OVER_MESSAGES, id="messages")]
+MESSAGES = {**OVER_MESSAGES, BITS: "4"}
+WAYS = [pytest.param({}, id="shared memory"), pytest.param(MESSAGES, id="messages")]
 GROUP_TIMEOUT_S = 5.0
 PATIENCE_S = 50.0
 CULPRIT = 2

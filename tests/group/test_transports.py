@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import transport_cases
 from tests.support.gradients import BITS
-from tests.support.harness import Rank, describe, observe_ranks, run_ranks
+from tests.support.harness import OVER_MESSAGES, Rank, describe, needs_native, observe_ranks, run_ranks
 from tests.support.in_shares import sweep
 from tests.support.launching import LIBRARIES, clean_environ, finish, run, start, start_ranks, with_mpi4py_on
 from tests.support.training import make_net, train
@@ -133,7 +133,7 @@ def test_training_and_shares_over_mpi_under_mpirun_are_those_over_gloo_to_the_bi
         (losses, r"MpiTransport: rank \d \[.*?\]"),
         (shares, r"MpiTransport: shares of rank \d \[.*?\]"),
     ):
-        over_gloo = run_ranks(what, 2, "cgx", env={BITS: "4", INNER: "GLOO"})
+        over_gloo = run_ranks(what, 2, "cgx", env={BITS: "4", **OVER_MESSAGES})
         expected = [line.replace("GlooTransport", "MpiTransport") for line in over_gloo]
         assert expected != over_gloo
         assert sorted(re.findall(found, output)) == expected, output
@@ -173,9 +173,8 @@ def carried_by(me: Rank) -> str:
     return transport_name(group)
 
 
-@pytest.mark.parametrize("env", [{INNER: "GLOO"}, {INNER: "GLOO", CROSS: "GLOO"}])
-def test_within_a_node_gloo_may_be_chosen(env: dict[str, str]) -> None:
-    assert run_ranks(carried_by, 2, "cgx", env=env) == ["GlooTransport"] * 2
+def test_without_the_native_engine_messages_go_over_gloo() -> None:
+    assert run_ranks(carried_by, 2, "cgx", env=OVER_MESSAGES) == ["GlooTransport"] * 2
 
 
 def carrier_of(me: Rank) -> str:
@@ -185,7 +184,16 @@ def carrier_of(me: Rank) -> str:
     return str(group.carrier)
 
 
-@pytest.mark.parametrize(("nodes", "carrier"), [("00", "SHM"), ("01", "TCP"), ("001", "messages")])
-def test_between_nodes_of_one_rank_it_is_tcp_where_no_mpirun_started_the_ranks(nodes: str, carrier: str) -> None:
+@needs_native
+@pytest.mark.parametrize("variable", [INNER, CROSS])
+def test_gloo_is_another_name_for_tcp_with_one_warning(variable: str) -> None:
+    rank_env = {rank: {"CGX_NODE_ID": f"host-{rank}"} for rank in range(2)} if variable == CROSS else {}
+    outcomes = observe_ranks(carrier_of, 2, "cgx", env={variable: "GLOO"}, rank_env=rank_env)
+    assert [outcome.value for outcome in outcomes] == ["TCP", "TCP"], describe(outcomes)
+    assert [outcome.log.count("GLOO is another name for TCP") for outcome in outcomes] == [1, 0]
+
+
+@pytest.mark.parametrize(("nodes", "carrier"), [("00", "SHM"), ("01", "TCP"), ("001", "TCP")])
+def test_between_nodes_it_is_tcp_where_no_mpirun_started_the_ranks(nodes: str, carrier: str) -> None:
     places = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate(nodes)}
     assert run_ranks(carrier_of, len(nodes), "cgx", rank_env=places) == [carrier] * len(nodes)

@@ -3,15 +3,18 @@
 Simulated are the tables that csrc/engine gets, by the rules of csrc/engine/linked.cpp:
 
 1. A rank makes its steps in order. A receive waits for its payload, a send only queues a frame.
-2. A slice begins when the slice `ring` before it is finished: all its steps are made, and its frames have been taken.
+2. A slice begins when the slice `ring` before it is finished on all ranks of the node: all its steps are made, and its
+   frames have been taken.
 3. A connection keeps its frames in order. The receiver takes the first one if its slice is less than `ring` ahead of
-   what the receiver has finished. Until then the frame waits at its sender, as it would if no socket had a buffer.
+   what its node has finished. Until then the frame waits at its sender, as it would if no socket had a buffer.
+4. Ranks of one node share memory. A payload is there for all of them once the rank that put it there has sent it to
+   one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -20,7 +23,7 @@ import pytest
 from torch_cgx.engines.host.native import MOST_LAG, Tables, link_lag
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk
-from torch_cgx.plan.programs import programs_for
+from torch_cgx.plan.programs import node_slots_for, programs_for
 from torch_cgx.plan.schedule import levels_for
 
 Pattern = tuple[bool, ...]  # by chunk of a slice: whether it has values
@@ -28,13 +31,58 @@ Pattern = tuple[bool, ...]  # by chunk of a slice: whether it has values
 FLOAT32 = 0
 SEND, RECEIVE = 1, 2  # kinds of steps, as csrc/include/cgx.h numbers them
 ALGORITHMS = ("SRA", "RING", "REDUCE_SCATTER", "ALL_GATHER")
-TOPOLOGIES = [Topology.flat(algorithm, world) for algorithm in ALGORITHMS for world in range(2, 13)]
+MOST_RANKS, MOST_NODES = 12, 4
 FULL = Chunk((), nbytes=1, itemsize=4)
 EMPTY = Chunk((), nbytes=0, itemsize=4)
 
-each_topology = pytest.mark.parametrize(
-    "topology", TOPOLOGIES, ids=lambda topology: f"{topology.algorithm} of {topology.world}"
-)
+
+class Case(NamedTuple):
+    """A topology, and by rank a number of what shares memory with it."""
+
+    topology: Topology
+    nodes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        topology = self.topology
+        how = topology.algorithm if topology.is_flat else f"{topology.algorithm} with {topology.shares} speakers"
+        return f"{how} on nodes {''.join(map(str, self.nodes))}"
+
+
+def node_sizes(world: int, most: int) -> Iterator[list[int]]:
+    """Divide a world into nodes, the largest first."""
+    if world == 0:
+        yield []
+    for first in range(min(world, most), 0, -1):
+        yield from ([first, *rest] for rest in node_sizes(world - first, first))
+
+
+def nodes_of(sizes: Sequence[int], turns: bool) -> tuple[int, ...]:
+    """Number the nodes of ranks: one node after the other, or in turns as long as they have ranks."""
+    numbered = [(place if turns else 0, node) for node, size in enumerate(sizes) for place in range(size)]
+    return tuple(node for _, node in sorted(numbered))
+
+
+def cases() -> Iterator[Any]:
+    """Every division of the checker: alone on its node, flat, and with one or all ranks of a node as its speakers."""
+    for world in range(2, MOST_RANKS + 1):
+        for algorithm in ALGORITHMS:
+            yield Case(Topology.flat(algorithm, world), tuple(range(world)))
+    for world in range(3, MOST_RANKS + 1):
+        for sizes in node_sizes(world, world - 1):
+            if len(sizes) > MOST_NODES or len(sizes) in (1, world):
+                continue
+            nodes = nodes_of(sizes, turns=world % 2 == 0)
+            found = [Case(Topology.flat(algorithm, world), nodes) for algorithm in ALGORITHMS]
+            found += [
+                Case(Topology(algorithm, nodes, shares), nodes)
+                for algorithm in ("SRA", "RING")
+                for shares in {1, sizes[-1]}
+            ]
+            chosen = sizes in ([2, 2], [3, 2, 1], [4, 4, 4])
+            yield from (pytest.param(case, marks=() if chosen else pytest.mark.matrix) for case in found)
+
+
+each_case = pytest.mark.parametrize("case", list(cases()), ids=str)
 
 
 class Step(NamedTuple):
@@ -42,6 +90,7 @@ class Step(NamedTuple):
     slice: int
     slot: int
     peer: int
+    writer: int  # the rank of this node that puts the payload there
 
 
 class Tabled(NamedTuple):
@@ -59,7 +108,9 @@ class Recorder:
 
     def cgx_plan_new(self, *arguments: Any) -> int:
         _, _, _, _, slots, _, _, _, steps, _, n_slices, ring, _ = arguments
-        rows = [Step(step.kind, slots[step.slot].slice, step.slot, step.peer) for step in steps]
+        rows = [
+            Step(step.kind, slots[step.slot].slice, step.slot, step.peer, slots[step.slot].writer) for step in steps
+        ]
         self.tabled = Tabled(rows, n_slices, ring)
         return 1
 
@@ -68,17 +119,19 @@ def depth_of(topology: Topology, patterns: Sequence[Pattern]) -> int:
     return max(levels_for(topology, pattern).depth for pattern in patterns)
 
 
-def tables_of(topology: Topology, patterns: Sequence[Pattern], lag: int = 0) -> list[Tabled]:
+def tables_of(case: Case, patterns: Sequence[Pattern], lag: int = 0) -> list[Tabled]:
     """Return all ranks' plans for slices of these patterns. `lag` 0: as groups have it."""
+    topology, nodes = case
     depth = depth_of(topology, patterns)
     plans = []
     for rank in range(topology.world):
+        home = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
         tables = Tables(topology.world, lag or link_lag(depth), depth)
         for pattern in patterns:
             programs, slots = programs_for(topology, pattern)
             chunks = [FULL if full else EMPTY for full in pattern]
-            slot_nbytes = [chunks[slot.chunk].nbytes for slot in slots.values()]
-            tables.add(programs[rank], slots, slot_nbytes, chunks, levels_for(topology, pattern).by_rank[rank])
+            levels = levels_for(topology, pattern).by_rank[rank]
+            tables.add(programs[rank], slots, chunks, levels, node_slots_for(topology, pattern, home, rank))
         recorder: Any = Recorder()
         tables.build(recorder, FLOAT32)
         plans.append(recorder.tabled)
@@ -91,6 +144,8 @@ class Rank:
     def __init__(self, plan: Tabled, ring: int) -> None:
         self.plan = plan
         self.ring = ring
+        self.home: list[Rank] = []  # the ranks of its node
+        self.marks: set[int] = set()  # slots that are there for all of them
         self.position = 0
         self.begun = 0
         self.finished = 0  # slices, one after the other
@@ -113,14 +168,14 @@ class Rank:
     def begin_slices(self, end: int) -> bool:
         """Begin all slices before `end`; return whether there was room for them."""
         while self.begun < end:
-            if self.begun - self.ring >= self.finished:
+            if not self.has_room_for(self.begun):
                 return False
             self.begun += 1
             self.finish_slices()
         return True
 
     def has_room_for(self, number: int) -> bool:
-        return number < self.finished + self.ring
+        return all(number < member.finished + self.ring for member in self.home)
 
 
 Connections = dict[tuple[int, int, int], deque[tuple[int, int]]]  # sender, receiver, stream: slices and slots
@@ -133,9 +188,14 @@ def advance(rank: int, ranks: Sequence[Rank], connections: Connections, streams:
     steps = own.plan.steps
     while own.position < min(len(steps), before[0] + most):
         step = steps[own.position]
-        if not own.begin_slices(step.slice + 1) or (step.kind == RECEIVE and step.slot not in own.arrived):
+        is_near = step.kind in (SEND, RECEIVE) and ranks[step.peer] in own.home
+        there = own.marks if is_near else own.arrived
+        if not own.begin_slices(step.slice + 1) or (step.kind == RECEIVE and step.slot not in there):
             break
-        if step.kind == SEND:
+        if step.kind == SEND and is_near:
+            if step.writer == rank:
+                own.marks.add(step.slot)
+        elif step.kind == SEND:
             frames = connections.setdefault((rank, step.peer, step.slice % streams), deque())
             frames.append((step.slice, step.slot))
             own.waiting_frames[step.slice] += 1
@@ -163,9 +223,15 @@ def take_frames(rank: int, ranks: Sequence[Rank], connections: Connections, rand
     return taken
 
 
-def stuck_ranks(plans: Sequence[Tabled], ring: int, random: Random, streams: int = 1) -> list[int]:
+def stuck_ranks(
+    plans: Sequence[Tabled], nodes: Sequence[int], ring: int, random: Random, streams: int = 1
+) -> list[int]:
     """Run all ranks, in a random order, until none can go on. Return those that are not done then."""
     ranks = [Rank(plan, ring) for plan in plans]
+    marks: dict[int, set[int]] = {}
+    for rank, node in zip(ranks, nodes, strict=True):
+        rank.home = [other for other, at in zip(ranks, nodes, strict=True) if at == node]
+        rank.marks = marks.setdefault(node, set())
     connections: Connections = {}
     order = list(range(len(ranks)))
     moved = True
@@ -191,32 +257,33 @@ def ticks_under_way(topology: Topology) -> int:
     return link_lag(depth) * depth
 
 
-@each_topology
-def test_slices_wait_in_a_circle_only_if_the_ring_is_too_small(topology: Topology) -> None:
-    under_way = ticks_under_way(topology)
+@each_case
+def test_slices_wait_in_a_circle_only_if_the_ring_is_too_small(case: Case) -> None:
+    under_way = ticks_under_way(case.topology)
     ring = under_way + 2
-    plans = tables_of(topology, full_slices(topology, 3 * ring // 2 + 2))  # half of the ring is used twice
+    plans = tables_of(case, full_slices(case.topology, 3 * ring // 2 + 2))  # half of the ring is used twice
     assert {plan.ring for plan in plans} == {ring}
     for seed, streams in enumerate((1, 2)):
-        assert not stuck_ranks(plans, ring, Random(seed), streams)
+        assert not stuck_ranks(plans, case.nodes, ring, Random(seed), streams)
     # Slice t would have to begin before slice t - under_way is finished. So this test can fail.
-    assert stuck_ranks(plans, under_way, Random(0))
+    assert stuck_ranks(plans, case.nodes, under_way, Random(0))
 
 
-@each_topology
-def test_nor_do_they_where_other_chunks_are_empty_in_each_slice(topology: Topology) -> None:
+@each_case
+def test_nor_do_they_where_other_chunks_are_empty_in_each_slice(case: Case) -> None:
     for seed, fullness in enumerate((0.2, 0.7)):
         random = Random(seed)
-        n_slices = random.randint(4, ticks_under_way(topology) + 8)
-        patterns = [tuple(random.random() < fullness for _ in range(topology.n_chunks)) for _ in range(n_slices)]
-        plans = tables_of(topology, patterns)
-        assert not stuck_ranks(plans, plans[0].ring, random)
+        n_slices = random.randint(4, ticks_under_way(case.topology) + 8)
+        patterns = [tuple(random.random() < fullness for _ in range(case.topology.n_chunks)) for _ in range(n_slices)]
+        plans = tables_of(case, patterns)
+        assert not stuck_ranks(plans, case.nodes, plans[0].ring, random)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("lag", range(1, MOST_LAG + 1))
 def test_nor_do_they_with_another_lag(algorithm: str, lag: int) -> None:
     topology = Topology.flat(algorithm, 4)
-    plans = tables_of(topology, full_slices(topology, 40), lag)
+    case = Case(topology, tuple(range(4)))
+    plans = tables_of(case, full_slices(topology, 40), lag)
     assert plans[0].ring == lag * depth_of(topology, full_slices(topology, 1)) + 2
-    assert not stuck_ranks(plans, plans[0].ring, Random(lag))
+    assert not stuck_ranks(plans, case.nodes, plans[0].ring, Random(lag))

@@ -26,11 +26,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.nursery import Job, Outcome, Rank
+from tests.support.nursery import WITHOUT_ENGINE, Job, Outcome, Rank
 from torch_cgx.cli.hosts import Node
 from torch_cgx.kernels.native import available
 
 __all__ = [
+    "OVER_MESSAGES",
     "Outcome",
     "Rank",
     "close",
@@ -265,9 +266,14 @@ def names(outcome: Outcome, *patterns: str) -> None:
         assert re.search(pattern, outcome.message), f"{pattern!r} is not in:\n{outcome.message}"
 
 
-def apart(world: int, cross: str = "GLOO") -> dict[int, dict[str, str]]:
-    """Put every rank on a node of its own; `cross` is what carries payloads between them."""
-    return {rank: {"CGX_NODE_ID": f"host-{rank}", "CGX_CROSS_COMMUNICATOR_TYPE": cross} for rank in range(world)}
+# Groups that have no native engine send messages over Gloo, driven from Python.
+OVER_MESSAGES = {WITHOUT_ENGINE: "1", "CGX_INNER_COMMUNICATOR_TYPE": "GLOO"}
+
+
+def apart(world: int, cross: str | None = None) -> dict[int, dict[str, str]]:
+    """Put every rank on a node of its own; `cross` carries payloads between them. None: messages driven from Python."""
+    how = {WITHOUT_ENGINE: "1"} if cross is None else {"CGX_CROSS_COMMUNICATOR_TYPE": cross}
+    return {rank: {"CGX_NODE_ID": f"host-{rank}", **how} for rank in range(world)}
 
 
 needs_native = pytest.mark.skipif(not available(), reason="installed without the native library")

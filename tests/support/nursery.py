@@ -54,6 +54,7 @@ PRELOADED = (
     "torch_cgx.ddp",
     "torch_cgx.fsdp",
 )
+WITHOUT_ENGINE = "TEST_WITHOUT_ENGINE"  # set: groups find no native engine, and send messages from Python
 STACKS_SIGNAL = signal.SIGUSR1
 POLL_S = 0.004
 STACKS_S = 5.0  # how long a rank may take to write down where it hangs before it is killed
@@ -274,6 +275,10 @@ def _live(job: Job, rank: int, store_port: int, scratch: Path) -> int:
         import torch
         import torch.distributed as dist
 
+        if os.environ.get(WITHOUT_ENGINE):
+            from torch_cgx import _native
+
+            _native.shares_memory = lambda: False
         torch.set_num_threads(1)
         torch.manual_seed(rank)
         address = "127.0.0.1"

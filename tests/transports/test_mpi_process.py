@@ -38,7 +38,7 @@ def test_ranks_of_a_torchrun_that_mpirun_started_share_its_place_and_may_not() -
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    with pytest.raises(ValueError, match=r"^CGX_CROSS_COMMUNICATOR_TYPE=MPI: .*pip install '\.\[mpi\]'.*=GLOO$"):
+    with pytest.raises(ValueError, match=r"^CGX_CROSS_COMMUNICATOR_TYPE=MPI: .*pip install '\.\[mpi\]'.*=TCP$"):
         check_choice(CROSS, "MPI")
 
 

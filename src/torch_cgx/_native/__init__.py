@@ -27,7 +27,7 @@ __all__ = [
     "shares_memory",
 ]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 _log = logging.getLogger("torch_cgx")
 
@@ -146,11 +146,12 @@ _SHARED_MEMORY: dict[str, tuple[object, list[object]]] = {
     "cgx_group_open": (
         c_void_p,
         [
-            *(c_char_p, c_int64, c_int64, POINTER(c_int32), c_char_p, c_char_p, c_char_p),
+            *(c_char_p, c_int64, c_int64, POINTER(c_int32), POINTER(c_int32), c_char_p, c_char_p, c_char_p),
             *(POINTER(Means), c_int64, c_char_p, c_int64),
         ],
     ),
     "cgx_group_link": (c_int, [c_void_p, c_int64, c_int64, c_int]),
+    "cgx_group_bell": (c_int, [c_void_p, c_int64, c_int]),
     "cgx_control_unlink": (None, [c_char_p]),
     "cgx_group_note": (c_int64, [c_void_p, POINTER(Call)]),
     "cgx_group_submit": (c_int64, [c_void_p, POINTER(Call), POINTER(Submission)]),

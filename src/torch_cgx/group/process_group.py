@@ -36,7 +36,7 @@ from torch_cgx.group.bootstrap import handshake
 from torch_cgx.group.bootstrap.handshake import Joining
 from torch_cgx.group.bootstrap.linked import open_linked_group, wants_links
 from torch_cgx.group.bootstrap.rendezvous import meet
-from torch_cgx.group.bootstrap.topology import open_executor
+from torch_cgx.group.bootstrap.topology import open_executor, topology_of
 from torch_cgx.group.calls import collective_call, describe, options_from
 from torch_cgx.group.cuda import CudaSide, Engine, cuda_engine, cuda_problem, open_side
 from torch_cgx.group.dynamo import skip_package
@@ -134,7 +134,7 @@ class ProcessGroupCGX(Shares):
             self._shared = open_linked_group(joining)
             self._starter = Starter(self._gloo, None)
         if self._shared is not None:
-            self._reducer = SharedReducer(self._shared, place)
+            self._reducer = SharedReducer(self._shared, place, topology_of(members.nodes, self._settings))
         elif world > 1:
             executor, topology = open_executor(joining)
             hang_up_all = partial(_hang_up_all, executor, self._gloo)

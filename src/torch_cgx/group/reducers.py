@@ -34,7 +34,7 @@ from torch_cgx.group.requests import (
 )
 from torch_cgx.group.work import CompositeWork, JobWork, PolledWork, SharedWork
 from torch_cgx.inquiry import Inquiry
-from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.algorithms import IN_SHARES, Topology
 
 __all__ = ["MessageReducer", "Reducer", "SharedReducer"]
 
@@ -66,9 +66,11 @@ class _Kept:
 class SharedReducer:
     """Hands requests to the native executor."""
 
-    def __init__(self, shared: SharedGroup, place: Place) -> None:
+    def __init__(self, shared: SharedGroup, place: Place, topology: Topology) -> None:
         self._shared = shared
         self._place = place
+        self._topologies: dict[str | None, Topology] = {name: Topology.flat(name, place.world) for name in IN_SHARES}
+        self._topologies[None] = topology
         self._lock = threading.Lock()
         self._prepared: dict[object, Prepared] = {}
         self._pending: deque[_Kept] = deque()
@@ -84,7 +86,7 @@ class SharedReducer:
             *(request.stochastic, request.in_shares, request.factor),
         )
         prepared = self._prepared.get(key) or self._prepare(key, request)
-        # Partial sums of a ring would be rounded to 16 bits, and might overflow, on every rank.
+        # Partial sums, of a ring or a node, would be rounded to 16 bits, and might overflow.
         widened = self._is_widened(request)
         values = tensor.detach().float() if widened else tensor
         with self._lock:
@@ -112,13 +114,16 @@ class SharedReducer:
             return work
         return CompositeWork([work], partial(tensor.detach().copy_, values), result, completions)
 
-    def _is_widened(self, request: Request) -> bool:
-        """Return whether a request is carried out on a float32 copy."""
-        return self._shared.linked and self._algorithm(request) == "RING" and request.tensor.element_size() == 2
+    @property
+    def topology(self) -> Topology:
+        """Return how allreduces go between ranks."""
+        return self._topologies[None]
 
-    def _algorithm(self, request: Request) -> str:
-        settings = self._place.settings
-        return request.in_shares or (settings.cross_reduction if self._shared.linked else settings.inner_reduction)
+    def _is_widened(self, request: Request) -> bool:
+        """Return whether a request is carried out on a float32 copy: its sums are made in several steps."""
+        topology = self._topologies[request.in_shares]
+        several = topology.algorithm == "RING" or not topology.is_flat
+        return self._shared.linked and several and request.tensor.element_size() == 2
 
     def release(self, completed: int) -> None:
         """Let go of the tensors of operations up to this number, which are done."""
@@ -137,12 +142,11 @@ class SharedReducer:
         plan = make_plan(
             layers,
             place.rank,
-            place.world,
+            self._topologies[request.in_shares],
             torch.float32 if self._is_widened(request) else tensor.dtype,
-            algorithm=self._algorithm(request),
+            nodes=self._shared.nodes,
             slice_nbytes=place.settings.fusion_nbytes,
             limit_nbytes=self._shared.limit_nbytes,
-            linked=self._shared.linked,
         )
         prepared = Prepared(
             plan,

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from torch_cgx.plan.algorithms import IN_SHARES, Topology
 from torch_cgx.plan.layout import Layer, Layout, make_layout, make_shares_layout
-from torch_cgx.plan.program import Encode, Program, Reduce
+from torch_cgx.plan.program import Encode, Program, Receive, Reduce
 
-__all__ = ["SharedSlot", "layout_for", "programs_for"]
+__all__ = ["NodeSlot", "SharedSlot", "layout_for", "node_slots_for", "programs_for"]
 
 
 def layout_for(topology: Topology, layers: Sequence[Layer], itemsize: int, slice_nbytes: int) -> Layout:
@@ -41,3 +41,37 @@ def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[
             assert step.slot not in slots, f"{step.slot} has two writers"
             slots[step.slot] = SharedSlot(len(slots), rank, flag, step.chunk, step.exact)
     return programs, slots
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlot:
+    """Where one rank finds a slot in the memory that its node shares."""
+
+    place: (
+        int  # among the places of its slice, in the order in which they lie in memory; the same on all ranks of a node
+    )
+    writer: int  # the rank of the node that puts the payload there: by encoding it, or by receiving it from elsewhere
+
+
+@lru_cache(maxsize=1024)
+def node_slots_for(
+    topology: Topology, nonempty: tuple[bool, ...], home: tuple[int, ...], rank: int | None = None
+) -> tuple[dict[str, NodeSlot], tuple[str, ...]]:
+    """Return where a rank of the node `home` finds the slots that it touches, and whose payload each place is for.
+
+    Where several ranks of a node receive the same payload from elsewhere, each has a place of its own for it.
+    """
+    programs, slots = programs_for(topology, nonempty)
+    writers: dict[str, list[int]] = {}
+    for member in home:
+        for step in programs[member]:
+            if isinstance(step, Encode | Reduce) or (isinstance(step, Receive) and step.peer not in home):
+                writers.setdefault(step.slot, []).append(member)
+    found: dict[str, NodeSlot] = {}
+    places: list[str] = []
+    for name in slots:
+        for writer in writers.get(name, ()):
+            if len(writers[name]) == 1 or writer == rank:
+                found[name] = NodeSlot(len(places), writer)
+            places.append(name)
+    return found, tuple(places)

@@ -35,7 +35,7 @@ def check_choice(variable: str, name: str | None) -> None:
     if name == "MPI":
         problem = mpi_process.problem_here()
         if problem:
-            raise ValueError(f"{variable}=MPI: {problem}; or set {variable}=GLOO")
+            raise ValueError(f"{variable}=MPI: {problem}; or set {variable}=TCP")
     if name == "TCP" and not _native.shares_memory():
         raise ValueError(f"{variable}=TCP needs the native library: reinstall torch_cgx where a C++ compiler is")
 

@@ -112,7 +112,7 @@ def test_a_failed_trial_must_be_fixed_and_is_told_once_where_all_failed_alike(
     attempts += [Attempt(way, 4, 4 << 20, error="rank 1 failed: it ended") for way in trial.WAYS]
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("fix: ") and lines[-1].endswith("over shared memory and Gloo: rank 1 failed: it ended")
+    assert lines[-1].startswith("fix: ") and lines[-1].endswith("over shared memory and TCP: rank 1 failed: it ended")
     assert sum(line.startswith("fix: ") for line in lines) == 1
 
 

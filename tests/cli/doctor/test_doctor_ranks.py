@@ -46,9 +46,9 @@ def test_tries_a_compressed_allreduce_over_all_that_there_is_and_is_ready() -> N
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "ready"
-    assert any(line.split()[:2] == ["Gloo", "right"] for line in lines)
+    assert any(line.split()[:2] == ["TCP", "right"] for line in lines)
     assert any(line.split()[:3] == ["shared", "memory", "right" if available() else "not"] for line in lines)
-    assert "all_reduce over Gloo" in done.stderr
+    assert "all_reduce over TCP" in done.stderr
 
 
 @pytest.mark.matrix

@@ -11,6 +11,7 @@ from torch_cgx.engines.host.native import Plan, make_plan
 from torch_cgx.errors import SharedMemoryError
 from torch_cgx.group.bootstrap.handshake import SEGMENT_FLOOR_NBYTES, SEGMENT_LIMIT_NBYTES
 from torch_cgx.kernels.native import available
+from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Layer
 
 pytestmark = pytest.mark.skipif(not available(), reason="installed without the native library")
@@ -31,9 +32,8 @@ def plan_for(
     algorithm: str = "SRA",
 ) -> Plan:
     layers = (Layer(numel, quantizer),)
-    return make_plan(
-        layers, rank, world, dtype, algorithm=algorithm, slice_nbytes=fusion_nbytes, limit_nbytes=limit_nbytes
-    )
+    topology, nodes = Topology.flat(algorithm, world), [0] * world
+    return make_plan(layers, rank, topology, dtype, nodes=nodes, slice_nbytes=fusion_nbytes, limit_nbytes=limit_nbytes)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.bits} bits, {q.block}")
@@ -88,5 +88,5 @@ def test_a_ring_takes_no_more_than_the_slots_of_its_hops_and_sums() -> None:
 
 
 def test_a_program_that_the_native_executor_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected SRA or RING, got another algorithm's step: combine"):
+    with pytest.raises(ValueError, match="expected steps of SRA, RING or the hierarchy, got combine"):
         plan_for(4000, MaxMin(4, 64), 3, algorithm="ALL_TO_ALL")

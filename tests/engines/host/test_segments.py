@@ -23,7 +23,7 @@ NAMES = (("all_reduce",), ("float32",), ("SUM",))
 
 
 def open_group(name: str, rank: int = 0, world: int = 2) -> SharedGroup:
-    return SharedGroup(name, rank, world, range(world), NAMES, _native.Means(0, 1), 1 << 20)
+    return SharedGroup(name, rank, [0] * world, range(world), NAMES, _native.Means(0, 1), 1 << 20)
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def _judge(report: Report) -> None:
     if not report.machine["native"]:
         report.advice.append("the native library is missing, kernels run in plain torch: install g++, then reinstall")
     if report.shared_memory is None:
-        report.advice.append(f"{SHARED_MEMORY} is missing: all_reduce goes over messages")
+        report.advice.append(f"{SHARED_MEMORY} is missing: all_reduce goes over TCP, within this host too")
     elif _free_nbytes(report) < SMALL_SHARED_MEMORY_NBYTES:
         report.advice.append(f"{SHARED_MEMORY} is small: give the container more (docker run --shm-size=1g)")
     if report.gloo.problem:
@@ -92,7 +92,7 @@ def _judge(report: Report) -> None:
     wants_mpi = dict.fromkeys(setting.variable for setting in report.settings if setting.value == "MPI")
     for variable in wants_mpi:
         if report.mpi["library"] is None:
-            report.problems.append(f"{variable}=MPI: MPI is {report.mpi['told']}; or set {variable}=GLOO")
+            report.problems.append(f"{variable}=MPI: MPI is {report.mpi['told']}; or set {variable}=TCP")
         else:
             report.advice.append(f"{variable}=MPI: start the ranks with mpirun (or srun --mpi=pmix)")
 

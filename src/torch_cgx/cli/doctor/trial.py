@@ -26,10 +26,11 @@ OPS = 5
 LIMIT_S, TIMEOUT_S = 120.0, 60.0
 """Of the parent and, so that it is they who tell what was waited for, of the ranks."""
 
-SHARED, MESSAGES = "shared memory", "Gloo"
+_INNER, _CROSS = "CGX_INNER_COMMUNICATOR_TYPE", "CGX_CROSS_COMMUNICATOR_TYPE"
+SHARED, SOCKETS = "shared memory", "TCP"
 WAYS: dict[str, dict[str, str]] = {
-    SHARED: {"CGX_INNER_COMMUNICATOR_TYPE": "SHM", "CGX_CROSS_COMMUNICATOR_TYPE": "GLOO"},
-    MESSAGES: {"CGX_INNER_COMMUNICATOR_TYPE": "GLOO", "CGX_CROSS_COMMUNICATOR_TYPE": "GLOO"},
+    SHARED: {_INNER: "SHM", _CROSS: ""},
+    SOCKETS: {_INNER: "TCP", _CROSS: ""},
 }
 _FOR_ALL = {
     "CGX_COMPRESSION_MINIMAL_SIZE": "",
@@ -110,6 +111,8 @@ def run(arguments: Message, report: Report) -> Message:
     """One rank. Rank 0 tells when a way begins, and how it went."""
     import torch.distributed as dist
 
+    from torch_cgx import _native
+
     ways = arguments.pop("ways")
     nbytes = arguments.pop("nbytes")
     warnings = _Warnings()
@@ -119,6 +122,8 @@ def run(arguments: Message, report: Report) -> Message:
         if dist.get_rank() == 0:
             report({"begun": way})
         os.environ.update(WAYS[way])
+        if way == SOCKETS and not _native.shares_memory():
+            os.environ[_INNER] = "GLOO"  # which needs no native library
         carrier, told = _try(nbytes, arguments)
         if way == SHARED and carrier != "SHM":
             told = {"note": " ".join(warnings.said) or "the native library is missing"}

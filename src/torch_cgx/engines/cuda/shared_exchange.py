@@ -133,7 +133,7 @@ def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], r
             chunks.append(Chunk((piece,), nbytes, _DTYPE.itemsize))
             offset += numel
     tables = Tables(world)
-    tables.add(tuple(steps), slots, [room_nbytes] * len(slots), chunks)
+    tables.add(tuple(steps), slots, chunks, room_nbytes=room_nbytes)
     return Plan(tables, sum(sent), _DTYPE)
 
 

@@ -29,14 +29,15 @@ from torch_cgx.kernels.native import DTYPES
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk, Layer, Layout
 from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
-from torch_cgx.plan.programs import SharedSlot, layout_for, programs_for
-from torch_cgx.plan.schedule import levels_for, slots_of
+from torch_cgx.plan.programs import NodeSlot, SharedSlot, layout_for, node_slots_for, programs_for
+from torch_cgx.plan.schedule import levels_for
 
 __all__ = ["Plan", "Prepared", "SharedGroup", "Tables", "make_plan"]
 
 PENDING = 1
 _ALIGNMENT = 64  # bytes: no two slots share a cache line
-_KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5}
+_MARK_NBYTES = 16  # by which a rank tells its node that a payload is there
+_KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5, Add: 6}
 _ERRORS: dict[int, type[CGXError]] = {
     -1: CGXTimeoutError,
     -2: PeerLostError,
@@ -79,7 +80,7 @@ class Plan:
     """One rank's tables; immutable, and used by any number of operations."""
 
     def __init__(self, tables: Tables, payload_nbytes: int, dtype: torch.dtype) -> None:
-        self.memory_nbytes = tables.ring * tables.part_nbytes
+        self.memory_nbytes = tables.memory_nbytes
         self.payload_nbytes = payload_nbytes
         lib = _native.library()
         assert lib is not None
@@ -113,41 +114,59 @@ class Tables:
         self,
         program: Program,
         slots: Mapping[str, SharedSlot],
-        slot_nbytes: Sequence[int],
         chunks: Sequence[Chunk],
         levels: Sequence[int] | None = None,
+        node: tuple[Mapping[str, NodeSlot], Sequence[str]] | None = None,
+        room_nbytes: int | None = None,
     ) -> None:
         """Add one rank's steps, of which `levels` has the level of each.
 
-        `slots` are all ranks', in the order of their index, as are their lengths.
+        `slots` are all ranks', in the order of their index. `node` says where this rank finds those that it touches, as
+        `node_slots_for` does; None: all ranks share all memory. `room_nbytes`: of every slot; None: what it holds.
         """
         first_slot = len(self._slots)
-        # Linked ranks have memory of their own, with room for the payloads that they touch. Shared memory has all.
-        touched = {name for step in program for name in slots_of(step)} if self._lag else slots.keys()
-        offset = 0
-        for (name, slot), nbytes in zip(slots.items(), slot_nbytes, strict=True):
-            has_room = name in touched
-            self._slots.append((offset if has_room else 0, nbytes, slot.writer, slot.flag, self._slices))
-            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT if has_room else 0
-        self.part_nbytes = max(self.part_nbytes, offset, *slot_nbytes, 0)
-        first_piece = [self._add_pieces(chunk.pieces) for chunk in chunks]
+        nbytes = {
+            name: chunks[slot.chunk].coded(slot.exact).nbytes if room_nbytes is None else room_nbytes
+            for name, slot in slots.items()
+        }
+        found, places = node or (None, tuple(slots))
+        offsets = [0]
+        for name in places:
+            offsets.append(offsets[-1] + _aligned(nbytes[name]))
+        for name, slot in slots.items():
+            where = NodeSlot(slot.index, slot.writer) if found is None else found.get(name)
+            flag = slot.flag if found is None or where is None else where.place
+            # A slot that nobody here touches has no room: its row only keeps the others' numbers.
+            offset, writer = (0, slot.writer) if where is None else (offsets[where.place], where.writer)
+            self._slots.append((offset, nbytes[name], writer, flag if where else 0, self._slices))
+        self.part_nbytes = max(self.part_nbytes, offsets[-1], *nbytes.values(), 0)
+        first_piece: dict[tuple[int, bool], int] = {}
         for step, level in zip(program, levels or [0] * len(program), strict=True):
-            if isinstance(step, Add | Combine):
-                raise ValueError(f"over shared memory: expected SRA or RING, got another algorithm's step: {step}")
+            if isinstance(step, Combine):
+                raise ValueError(f"expected steps of SRA, RING or the hierarchy, got {step}")
             name = step.inputs[0] if isinstance(step, Sum) else step.slot
             row = [_KINDS[type(step)], first_slot + slots[name].index, 0, 0, 0, 0, 0, 0]
             if isinstance(step, Send | Receive):
                 row[2] = step.peer
             else:
-                chunk = chunks[step.chunk]
-                summed = isinstance(step, Sum)
-                row[3] = self._add_pieces(chunk.in_share) if summed else first_piece[step.chunk]
+                chunk = chunks[step.chunk].coded(slots[name].exact)
+                key = (step.chunk, slots[name].exact)
+                if isinstance(step, Sum):
+                    row[3] = self._add_pieces(chunk.in_share)
+                else:
+                    if key not in first_piece:
+                        first_piece[key] = self._add_pieces(chunk.pieces)
+                    row[3] = first_piece[key]
                 row[4] = len(chunk.pieces)
             if isinstance(step, Reduce | Sum):
                 row[5:8] = len(self._inputs), len(step.inputs), int(isinstance(step, Reduce) and not step.final)
                 self._inputs.extend(first_slot + slots[each].index for each in step.inputs)
             self._steps.append(((self._slices + self._lag * level, level), tuple(row)))
         self._slices += 1
+
+    @property
+    def memory_nbytes(self) -> int:
+        return self.ring * self.part_nbytes
 
     def _add_pieces(self, pieces: Sequence[Piece]) -> int:
         """The first one's row."""
@@ -181,6 +200,10 @@ class Tables:
         return int(handle)
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _array(kind: type[ctypes.Structure], rows: Iterable[tuple[int, ...]]) -> ctypes.Array[ctypes.Structure]:
     filled = [kind(*row) for row in rows]
     return (kind * len(filled))(*filled)
@@ -189,45 +212,60 @@ def _array(kind: type[ctypes.Structure], rows: Iterable[tuple[int, ...]]) -> cty
 def make_plan(
     layers: Sequence[Layer],
     rank: int,
-    world: int,
+    topology: Topology,
     dtype: torch.dtype,
     *,
-    algorithm: str,
+    nodes: Sequence[int],
     slice_nbytes: int,
     limit_nbytes: int,
-    linked: bool = False,
 ) -> Plan:
-    """Return the plan with the largest slices, up to `slice_nbytes`, whose payloads fit into `limit_nbytes`."""
-    topology = Topology.flat(algorithm, world)
+    """Return the plan with the largest slices, up to `slice_nbytes`, whose payloads fit into `limit_nbytes`.
+
+    `nodes`: by rank, a number of what shares memory with it. All ranks find the same slices.
+    """
+    world, linked = topology.world, len(set(nodes)) > 1
     values_nbytes = sum(layer.numel for layer in layers) * dtype.itemsize
     payload_nbytes = sum(layer.quantizer.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
     within_payload = PIPELINE_PAYLOAD_NBYTES * values_nbytes // max(payload_nbytes, 1)
-    largest = LINK_CHUNK_NBYTES * world if linked else min(pipeline_values_nbytes(world), within_payload)
+    largest = LINK_CHUNK_NBYTES * topology.n_chunks if linked else min(pipeline_values_nbytes(world), within_payload)
     slice_nbytes = max(1, min(slice_nbytes, largest))
     while True:
         layout = layout_for(topology, layers, dtype.itemsize, slice_nbytes)
-        plan = _plan_of(layout, rank, topology, dtype, linked)
-        if plan.memory_nbytes <= limit_nbytes:
-            return plan
+        tables, memory_nbytes = _tables_of(layout, rank, topology, tuple(nodes))
+        if memory_nbytes <= limit_nbytes:
+            return Plan(tables, sum(part.nbytes for part in layout.slices), dtype)
         if slice_nbytes <= 1024:
             raise SharedMemoryError(
                 f"a block of {max(layer.quantizer.block for layer in layers)} values needs "
-                f"{plan.memory_nbytes} bytes of memory, and the group may take {limit_nbytes}: "
+                f"{memory_nbytes} bytes of memory, and the group may take {limit_nbytes}: "
                 "make /dev/shm larger or blocks smaller"
             )
         slice_nbytes //= 2
 
 
-def _plan_of(layout: Layout, rank: int, topology: Topology, dtype: torch.dtype, linked: bool) -> Plan:
+def _tables_of(layout: Layout, rank: int, topology: Topology, nodes: tuple[int, ...]) -> tuple[Tables, int]:
+    """Return a rank's tables, and the most memory that any node needs for its own."""
     patterns = [tuple(chunk.nbytes > 0 for chunk in part.chunks) for part in layout.slices]
-    depth = max((levels_for(topology, pattern).depth for pattern in set(patterns)), default=0) if linked else 0
-    tables = Tables(topology.world, link_lag(depth) if linked else 0, depth)
+    if len(set(nodes)) == 1:
+        tables = Tables(topology.world)
+        for part, nonempty in zip(layout.slices, patterns, strict=True):
+            programs, slots = programs_for(topology, nonempty)
+            tables.add(programs[rank], slots, part.chunks)
+        return tables, tables.memory_nbytes
+    depth = max((levels_for(topology, pattern).depth for pattern in set(patterns)), default=0)
+    tables = Tables(topology.world, link_lag(depth), depth)
+    homes = {node: tuple(other for other, at in enumerate(nodes) if at == node) for node in dict.fromkeys(nodes)}
+    largest = 0
     for part, nonempty in zip(layout.slices, patterns, strict=True):
         programs, slots = programs_for(topology, nonempty)
-        slot_nbytes = [part.chunks[slot.chunk].nbytes for slot in slots.values()]
-        levels = levels_for(topology, nonempty).by_rank[rank] if linked else None
-        tables.add(programs[rank], slots, slot_nbytes, part.chunks, levels)
-    return Plan(tables, sum(part.nbytes for part in layout.slices), dtype)
+        found = node_slots_for(topology, nonempty, homes[nodes[rank]], rank)
+        tables.add(programs[rank], slots, part.chunks, levels_for(topology, nonempty).by_rank[rank], found)
+        nbytes = {name: part.chunks[slot.chunk].coded(slot.exact).nbytes for name, slot in slots.items()}
+        for home in homes.values():
+            places = node_slots_for(topology, nonempty, home)[1]
+            room = sum(_MARK_NBYTES + _aligned(nbytes[name]) for name in places)
+            largest = max(largest, room + _ALIGNMENT)
+    return tables, tables.ring * max(largest, tables.part_nbytes)
 
 
 class Prepared:
@@ -259,14 +297,16 @@ class Prepared:
 class SharedGroup:
     """One rank's handle on the native group. `close` may be called at any time; memory goes with the last reference.
 
-    Without a control segment (None), `link` joins it to each peer before it is used.
+    `nodes` has, by rank, a number of what shares memory with it. Before the group is used, `link` joins this rank to
+    each peer elsewhere, and where there are some, `hang_bells` to those of its own node. Without a control segment
+    (None) no other rank may be on this rank's node.
     """
 
     def __init__(
         self,
         control_name: str | None,
         rank: int,
-        world: int,
+        nodes: Sequence[int],
         global_ranks: Sequence[int],
         names: tuple[Sequence[str], Sequence[str], Sequence[str]],
         means: _native.Means,
@@ -282,11 +322,15 @@ class SharedGroup:
         self._lock = threading.Lock()
         error = ctypes.create_string_buffer(512)
         operations, dtypes, reductions = ("\n".join(words).encode() for words in names)
-        self.linked = control_name is None
+        world = len(nodes)
+        self.nodes = tuple(nodes)
+        self.linked = len(set(nodes)) > 1
+        assert control_name is not None or self.nodes.count(nodes[rank]) == 1
         self._handle = lib.cgx_group_open(
             None if control_name is None else control_name.encode(),
             rank,
             world,
+            (ctypes.c_int32 * world)(*nodes),
             (ctypes.c_int32 * world)(*global_ranks),
             operations,
             dtypes,
@@ -309,6 +353,12 @@ class SharedGroup:
         for stream, file in (*enumerate(streams), (-1, control)):
             status = self._lib.cgx_group_link(self._handle, peer, stream, file)
             assert status == 0, f"the native library refused a link to rank {peer}"
+
+    def hang_bells(self, bells: Mapping[int, int]) -> None:
+        """Take over the descriptors by which ranks of this node wake each other; of this rank: what it sleeps on."""
+        for peer, file in bells.items():
+            status = self._lib.cgx_group_bell(self._handle, peer, file)
+            assert status == 0, f"the native library refused the bell of rank {peer}"
 
     def agree(self, call: _native.Call, timeout_ms: int, *, wake: bool) -> tuple[int, int]:
         """Queue an operation that is done when all linked ranks have made this call: its number and sequence."""

@@ -32,7 +32,7 @@ from torch_cgx.transports.factory import check_choice
 from torch_cgx.transports.mpi_process import problem_here
 from torch_cgx.version import __version__
 
-__all__ = ["Joining", "Membership", "agree", "join", "naming_the_absent", "open_shared_group"]
+__all__ = ["Joining", "Membership", "agree", "join", "naming_the_absent", "open_shared_group", "read_entry"]
 
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
@@ -154,7 +154,7 @@ def join(
     store.set(f"member/{rank}", json.dumps(mine))
     names = [f"rank {each}" for each in global_ranks]
     deadline = time.monotonic() + timeout.total_seconds()
-    members = [_read(store, f"member/{other}", names[rank], names[other], deadline) for other in range(world)]
+    members = [read_entry(store, f"member/{other}", names[rank], names[other], deadline) for other in range(world)]
     for other, theirs in enumerate(members):
         if "mistake" in theirs:
             raise MismatchError(f"rank {global_ranks[other]} could not join the group: {theirs['mistake']}")
@@ -175,59 +175,74 @@ def join(
     return found
 
 
-def open_shared_group(joining: Joining, prefix: str) -> SharedGroup | None:
-    """The group's shared memory, mapped by all ranks and nameless by now; None (said once) where that cannot be."""
+def open_shared_group(joining: Joining, prefix: str, nodes: Sequence[int] | None = None) -> SharedGroup | None:
+    """Open a native group whose ranks share memory within these nodes (None: all of them do).
+
+    The segments are nameless when this returns. None, said once: some node cannot share memory.
+    """
     store, rank, world = joining.prefixed(prefix), joining.rank, joining.world
+    nodes = [0] * world if nodes is None else nodes
     global_ranks = joining.global_ranks
     names = [f"rank {each}" for each in global_ranks]
     deadline = time.monotonic() + joining.timeout.total_seconds()
-    created = _create_control(world) if rank == 0 else {}
+    creator = nodes.index(nodes[rank])
+    is_alone = nodes.count(nodes[rank]) == 1
+    created = _create_control(world) if rank == creator and not is_alone else {}
+    here, facts = names[rank], {"name": str, "limit": int, "problem": str}
     try:
-        if rank == 0:
-            store.set("control", json.dumps(created))
-        here, facts = names[rank], {"name": str, "limit": int, "problem": str}
-        control = _read(store, "control", here, names[0], deadline, facts)
-        group, problem = _open_control(control, joining)
-        store.set(f"opened/{rank}", json.dumps({"problem": problem}))
-        opened = [_read(store, f"opened/{o}", here, names[o], deadline, {"problem": str}) for o in range(world)]
-        problems = {other: str(theirs["problem"]) for other, theirs in enumerate(opened)}
+        if created:
+            store.set(f"control/{rank}", json.dumps(created))
+        if is_alone:
+            control: dict[str, Any] = {"name": None, "limit": SEGMENT_LIMIT_NBYTES, "problem": ""}
+        else:
+            control = read_entry(store, f"control/{creator}", here, names[creator], deadline, facts)
+        group, problem = _open_control(control, joining, nodes)
+        store.set(f"opened/{rank}", json.dumps({"limit": control["limit"], "problem": problem}))
+        fields = {"limit": int, "problem": str}
+        opened = [read_entry(store, f"opened/{other}", here, names[other], deadline, fields) for other in range(world)]
     finally:
         if created.get("name"):
             lib = _native.library()
             assert lib is not None
             lib.cgx_control_unlink(str(created["name"]).encode())
-    first = next((other for other, text in problems.items() if text), None)
+    first = next((other for other, theirs in enumerate(opened) if theirs["problem"]), None)
     if first is None:
+        assert group is not None
+        # All ranks cut operations alike, whatever their own node could take.
+        group.limit_nbytes = min(theirs["limit"] for theirs in opened)
         return group
     if group is not None:
         group.close()
     if rank == 0:
         _log.warning(
-            "torch_cgx sends messages (Gloo, or MPI under mpirun) instead of sharing memory, which is several times "
-            "slower: rank %d reports: %s",
+            "torch_cgx uses connections within a host instead of shared memory, which are several times slower: rank "
+            "%d reports: %s",
             global_ranks[first],
-            problems[first],
+            opened[first]["problem"],
         )
     return None
 
 
-def _open_control(control: dict[str, Any], joining: Joining) -> tuple[SharedGroup | None, str]:
-    """The group, or what stands in the way."""
+def _open_control(control: dict[str, Any], joining: Joining, nodes: Sequence[int]) -> tuple[SharedGroup | None, str]:
+    """Return the group, or what stands in the way."""
     if control["problem"]:
         return None, str(control["problem"])
-    rank, world, settings = joining.rank, joining.world, joining.settings
-    how = means(settings.simd, thread_count(settings.num_threads, ranks_here=world))
-    name, limit_nbytes = str(control["name"]), int(control["limit"])
-    if not _SEGMENT_NAME.fullmatch(name) or not SEGMENT_FLOOR_NBYTES <= limit_nbytes <= SEGMENT_LIMIT_NBYTES:
-        return None, f"rank 0 named a segment {shortened(name)} of {limit_nbytes} bytes, which it cannot have made"
+    rank, settings = joining.rank, joining.settings
+    how = means(settings.simd, thread_count(settings.num_threads, joining.members.ranks_here(rank)))
+    name, limit_nbytes = control["name"], int(control["limit"])
+    is_named = name is None or _SEGMENT_NAME.fullmatch(name)
+    if not is_named or not SEGMENT_FLOOR_NBYTES <= limit_nbytes <= SEGMENT_LIMIT_NBYTES:
+        creator = joining.global_ranks[nodes.index(nodes[rank])]
+        told = f"rank {creator} named a segment {shortened(name)} of {limit_nbytes} bytes"
+        return None, f"{told}, which it cannot have made"
     try:
-        return SharedGroup(name, rank, world, joining.global_ranks, NAMES, how, limit_nbytes), ""
+        return SharedGroup(name, rank, nodes, joining.global_ranks, NAMES, how, limit_nbytes), ""
     except SharedMemoryError as error:
         return None, str(error)
 
 
 def _create_control(world: int) -> dict[str, Any]:
-    """Rank 0's part: make the control segment, and decide how much of /dev/shm the group may take."""
+    """Make a node's control segment, and decide how much of its /dev/shm the group may take."""
     try:
         facts = os.statvfs(SHM_FOLDER)
     except OSError as error:
@@ -247,7 +262,7 @@ def _create_control(world: int) -> dict[str, Any]:
     return {"name": name.value.decode(), "limit": limit, "problem": ""}
 
 
-def _read(
+def read_entry(
     store: Store, key: str, me: str, peer: str, deadline: float, fields: Mapping[str, type] | None = None
 ) -> dict[str, Any]:
     """What a peer says; waited for by looking again and again, so that Ctrl-C ends it, and not beyond the deadline."""

@@ -1,43 +1,116 @@
-"""Groups whose ranks are linked by TCP connections and run their programs natively."""
+"""Groups of several nodes that run their programs natively: over memory within a node, over TCP between nodes."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+
 from torch_cgx.config import Settings
 from torch_cgx.engines.host.native import SharedGroup
-from torch_cgx.errors import TransportError
-from torch_cgx.group.bootstrap.handshake import SEGMENT_LIMIT_NBYTES, Joining, Membership
+from torch_cgx.errors import SharedMemoryError, TransportError
+from torch_cgx.group.bootstrap.handshake import SHM_FOLDER, Joining, Membership, open_shared_group, read_entry
 from torch_cgx.group.bootstrap.links import open_links
-from torch_cgx.group.calls import NAMES
-from torch_cgx.kernels.native import means, thread_count
 
 __all__ = ["open_linked_group", "wants_links"]
 
+_BELL_NAME = re.compile("cgx-[0-9a-f]{32}")
+
+_log = logging.getLogger("torch_cgx")
+
 
 def wants_links(settings: Settings, members: Membership) -> bool:
-    """Return whether a group that does not share memory goes over links: chosen, or the default of its topology.
+    """Return whether a group whose ranks do not all share memory goes over links: chosen, or by default.
 
-    By default MPI goes first, where it started the ranks. Nodes of several ranks still send messages, by which one rank
-    of each speaks for its node.
+    By default MPI goes first, where it started the ranks. GLOO is another name for TCP, where all ranks have the native
+    library.
     """
     chosen = settings.message_transport(members.one_host)
-    if chosen is not None:
-        return chosen == "TCP"
-    has_one_rank_per_node = len(set(members.nodes)) == len(members.nodes)
-    return has_one_rank_per_node and all(members.native) and not members.all_have_mpi
+    if chosen is None:
+        return all(members.native) and not members.all_have_mpi
+    return chosen == "TCP" or (chosen == "GLOO" and all(members.native))
 
 
 def open_linked_group(joining: Joining) -> SharedGroup:
     """Connect this rank to all others of the group. All ranks call it, each with its own end of the store."""
-    rank, members, settings = joining.rank, joining.members, joining.settings
+    members, settings = joining.members, joining.settings
     without = [str(joining.global_ranks[peer]) for peer, has in enumerate(members.native) if not has]
     if without:
         raise TransportError(
             "TCP needs the native library on all ranks, which these lack: rank "
             f"{', '.join(without)}. Install a C++ compiler there and reinstall torch_cgx, or choose GLOO."
         )
-    sockets = open_links(joining)
-    how = means(settings.simd, thread_count(settings.num_threads, members.ranks_here(rank)))
-    group = SharedGroup(None, rank, joining.world, joining.global_ranks, NAMES, how, SEGMENT_LIMIT_NBYTES)
-    for peer, peer_sockets in sockets.items():
-        group.link(peer, peer_sockets.control.detach(), [stream.detach() for stream in peer_sockets.streams])
+    if settings.message_transport(members.one_host) == "GLOO" and joining.global_ranks[joining.rank] == 0:
+        _log.warning(
+            "GLOO is another name for TCP, in CGX_CROSS_COMMUNICATOR_TYPE and CGX_INNER_COMMUNICATOR_TYPE: torch_cgx "
+            "has TCP connections of its own. Set TCP, or leave the variable out."
+        )
+    nodes = _nodes_that_share(settings, members)
+    group = open_shared_group(joining, "cgx nodes", nodes)
+    if group is None:  # the same on all ranks
+        nodes = range(joining.world)
+        group = open_shared_group(joining, "cgx ranks", nodes)
+    assert group is not None
+    home = [peer for peer in range(joining.world) if nodes[peer] == nodes[joining.rank]]
+    for peer, sockets in open_links(joining, home).items():
+        group.link(peer, sockets.control.detach(), [stream.detach() for stream in sockets.streams])
+    if len(home) > 1:
+        group.hang_bells(_open_bells(joining, home))
     return group
+
+
+def _nodes_that_share(settings: Settings, members: Membership) -> Sequence[int]:
+    """Return, by rank, a number of what shares memory with it. Ranks must see each other's processes, too."""
+    facts = list(zip(members.nodes, members.pid_namespaces, strict=True))
+    if settings.inner_communicator != "SHM" or len(set(facts)) == 1:
+        return range(len(facts))
+    numbers = {fact: number for number, fact in enumerate(dict.fromkeys(facts))}
+    return [numbers[fact] for fact in facts]
+
+
+def _open_bells(joining: Joining, home: Sequence[int]) -> dict[int, int]:
+    """Return the descriptors by which the ranks of a node wake each other; of this rank: what it sleeps on.
+
+    A bell is a named pipe, because a rank sleeps on it and on its sockets at once. Every end is open for reading too,
+    so that writing to the bell of a process that has died does no harm. The names are gone when this returns.
+    """
+    store, rank = joining.prefixed("cgx bells"), joining.rank
+    deadline = time.monotonic() + joining.timeout.total_seconds()
+    names = [f"rank {each}" for each in joining.global_ranks]
+    own = f"cgx-{secrets.token_hex(16)}"
+    bells: dict[int, int] = {}
+    try:
+        os.mkfifo(f"{SHM_FOLDER}/{own}", 0o600)
+        bells[rank] = _open_bell(own)
+        store.set(f"bell/{rank}", json.dumps({"name": own}))
+        for peer in home:
+            if peer != rank:
+                told = read_entry(store, f"bell/{peer}", names[rank], names[peer], deadline, {"name": str})
+                bells[peer] = _open_bell(told["name"])
+        store.set(f"opened/{rank}", "{}")
+        for peer in home:
+            read_entry(store, f"opened/{peer}", names[rank], names[peer], deadline)
+    except BaseException:
+        for file in bells.values():
+            os.close(file)
+        raise
+    finally:
+        if os.path.lexists(f"{SHM_FOLDER}/{own}"):
+            os.unlink(f"{SHM_FOLDER}/{own}")
+    return bells
+
+
+def _open_bell(name: str) -> int:
+    if not _BELL_NAME.fullmatch(name):
+        raise SharedMemoryError(f"a rank of this node named a pipe that it cannot have made: {name[:100]!r}")
+    file = os.open(f"{SHM_FOLDER}/{name}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    facts = os.fstat(file)
+    if not stat.S_ISFIFO(facts.st_mode) or facts.st_uid != os.geteuid():
+        os.close(file)
+        raise SharedMemoryError(f"{SHM_FOLDER}/{name} is no pipe of this process's user")
+    return file

@@ -34,7 +34,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,14 +88,14 @@ class PeerSockets:
             sock.close()
 
 
-def open_links(joining: Joining) -> dict[int, PeerSockets]:
-    """Connect this rank to every other rank of the group, and return the sockets by group rank.
+def open_links(joining: Joining, home: Collection[int] = ()) -> dict[int, PeerSockets]:
+    """Connect this rank to every other rank of the group but those of `home`, and return the sockets by group rank.
 
     All ranks of the group call it. The caller closes the sockets.
     """
     if joining.world == 1:
         return {}
-    links = _Links(joining)
+    links = _Links(joining, home)
     try:
         return links.open()
     finally:
@@ -171,14 +171,14 @@ class _Tasks:
 class _Links:
     """One rank's links while they are made. Owns every socket until `open` returns them."""
 
-    def __init__(self, joining: Joining) -> None:
+    def __init__(self, joining: Joining, home: Collection[int]) -> None:
         self._joining = joining
         self._rank = joining.rank
         self._store = joining.prefixed("cgx links")
         self._started = time.monotonic()
         self._deadline = self._started + joining.timeout.total_seconds()
         self._kinds = 1 + joining.settings.streams
-        self._peers = [rank for rank in range(joining.world) if rank != joining.rank]
+        self._peers = [rank for rank in range(joining.world) if rank != joining.rank and rank not in home]
         self._expected = len(self._peers) * self._kinds
         self._secret = b""
         self._sockets: set[socket.socket] = set()  # to be closed here
@@ -296,7 +296,7 @@ class _Links:
             raise _RefusedError(f"expected a hello of torch_cgx, got {shortened(magic)}")
         hello = magic + (yield from _receive(sock, HELLO.size - len(MAGIC), limit))
         _, peer, listening, kind, _ = HELLO.unpack(hello)
-        if listening != self._rank or peer >= self._rank or kind >= self._kinds:
+        if listening != self._rank or peer >= self._rank or peer not in self._peers or kind >= self._kinds:
             raise _RefusedError(
                 f"unexpected hello: from rank {peer} of the group to rank {listening}, connection {kind}. This is rank "
                 f"{self._rank}, to which lower ranks make connections 0 to {self._kinds - 1}"
