@@ -130,6 +130,8 @@ void Group::fail(int status, const std::string& text) {
     ring_all(true);
     if (linked_) poison_links(status, text);
   }
+  row(rank_).bell.fetch_add(1);  // another thread of this rank may be asleep in an operation
+  futex_wake(&row(rank_).bell);
   if (linked_) ring_holder();
   std::lock_guard<std::mutex> lock(queue_mutex_);
   work_done_.notify_all();

@@ -1,16 +1,19 @@
-"""Exact all_reduces where gloo is no standard: refusals, tensors with gaps, the same bits on all ranks."""
+"""Exact operations where gloo is no standard: refusals, tensors with gaps, the same bits on all ranks, who carries."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import Rank, run_ranks
+from tests.support.harness import Rank, apart, needs_native, run_ranks
 
 pytestmark = pytest.mark.ranks
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+ON_NODES = {rank: {"CGX_NODE_ID": f"host-{rank // 2}"} for rank in range(3)}
 
 
 def refuses_and_goes_on(me: Rank) -> None:
@@ -80,3 +83,40 @@ def agrees_with_gloo(me: Rank) -> list[bytes]:
 def test_exact_sums_agree_with_gloo_and_are_the_same_bits_on_all_ranks(world: int) -> None:
     first, *others = run_ranks(agrees_with_gloo, world, "cgx")
     assert all(other == first for other in others)
+
+
+def odd_values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """Return values that a careless copy would change: NaNs with a payload, infinities, subnormals, minus zero."""
+    generator = torch.Generator().manual_seed(rank)
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    bits = torch.randint(-(2**15), 2**15, (numel,), generator=generator) * (2 ** (8 * dtype.itemsize - 16) - 1)
+    return bits.to(integers).view(dtype)
+
+
+def exact_shares(me: Rank) -> None:
+    gloo = dist.new_group(backend="gloo")
+    group: Any = dist.group.WORLD
+    for dtype in FLOATS:
+        for numel in (1, 7, 16, 1001, 120_000):
+            before = group.stats()["operations"]
+            gathered = torch.empty(me.world * numel, dtype=dtype)
+            dist.all_gather_into_tensor(gathered, odd_values(numel, dtype, me.rank))
+            expected = torch.cat([odd_values(numel, dtype, rank) for rank in range(me.world)])
+            assert torch.equal(gathered.view(torch.uint8), expected.view(torch.uint8)), (dtype, numel)
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                parts = torch.randn(me.world * numel, generator=torch.Generator().manual_seed(me.rank)).to(dtype)
+                kept = parts.clone()
+                ours, theirs = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+                dist.reduce_scatter_tensor(ours, parts, op)
+                dist.reduce_scatter_tensor(theirs, parts, group=gloo)
+                share = 1 / me.world if op == dist.ReduceOp.AVG else 1.0
+                atol = 8.0 * me.world * torch.finfo(dtype).eps
+                torch.testing.assert_close(ours.double(), theirs.double() * share, rtol=0.0, atol=atol)
+                assert torch.equal(parts, kept)  # an input is only read
+            assert group.stats()["operations"] == before + 3  # the engine's own, not Gloo's
+
+
+@needs_native
+@pytest.mark.parametrize("rank_env", [{}, apart(3, "TCP"), ON_NODES], ids=["shared memory", "links", "nodes of two"])
+def test_exact_shares_are_the_engines_and_right_to_the_bit(rank_env: dict[int, dict[str, str]]) -> None:
+    run_ranks(exact_shares, 3, "cgx", rank_env=rank_env)

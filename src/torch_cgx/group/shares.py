@@ -1,7 +1,8 @@
-"""Compressed reduce-scatters and all-gathers: of tensors of which every rank has a share. No arithmetic.
+"""Reduce-scatters and all-gathers, of tensors of which every rank has a share. No arithmetic.
 
-Nothing but `torch_cgx.compressed` or a caller with layers of his own (FSDP2's) compresses them. What is not compressed
-goes on as it does without this: the reduce-scatter as an exact allreduce, the all-gather by Gloo or NCCL.
+Nothing but `torch_cgx.compressed` or a caller with layers of his own (FSDP2's) compresses them. Exact ones of CPU
+tensors run as the same programs where the native engine is there. All else continues as it does without this: the
+reduce-scatter as an allreduce of a copy, the all-gather by Gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torch_cgx import scopes
-from torch_cgx.codecs import MaxMin
+from torch_cgx.codecs import Identity, MaxMin
 from torch_cgx.config import Compression
 from torch_cgx.group.allreduces import EXACT, Allreduces, is_profiled, milliseconds, widest_compression
 from torch_cgx.group.calls import options_from, premultiplier, reduction_name
@@ -50,10 +51,9 @@ class Shares(Allreduces):
         opts = _options(c10d.ReduceScatterOptions, op, asynchronous)
         compression = widest_compression(layers)
         _check_layers("reduce_scatter_tensor", layers, output.numel())
-        if not self._shares_are_ours(input, reduction_name(op)) or (
-            compression.bits == 32 and reduction_name(op) != "PREMUL_SUM"
-        ):
-            return super()._reduce_scatter_base(output, input, opts)
+        ours = self._shares_are_ours(input, reduction_name(op))
+        if not ours or (compression.bits == 32 and reduction_name(op) != "PREMUL_SUM"):
+            return self._reduce_scatter_exactly(output, input, opts)
         return self._reduce_scatter_shares(output, input, layers, opts, compression, stochastic)
 
     def all_gather_layers(
@@ -73,7 +73,7 @@ class Shares(Allreduces):
         compression = widest_compression(layers)
         _check_layers("all_gather_into_tensor", layers, input.numel())
         if not self._shares_are_ours(input) or compression.bits == 32:
-            return super()._allgather_base(output, input, opts)
+            return self._all_gather_exactly(output, input, opts)
         return self._all_gather_shares(output, input, layers, opts, compression, stochastic)
 
     # ---- torch's methods ----
@@ -82,7 +82,7 @@ class Shares(Allreduces):
         opts = options_from(c10d.ReduceScatterOptions, opts)
         compression = self._asked_of_shares(input, output.numel(), reduction_name(opts.reduceOp))
         if compression.bits == 32:
-            return super()._reduce_scatter_base(output, input, opts)
+            return self._reduce_scatter_exactly(output, input, opts)
         return self._reduce_scatter_shares(output, input, self._one_layer(output, compression), opts, compression)
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
@@ -91,7 +91,7 @@ class Shares(Allreduces):
         opts = opts if opts is not None else c10d.AllgatherOptions()
         compression = self._asked_of_shares(input, input.numel())
         if compression.bits == 32:
-            return super()._allgather_base(output, input, opts)
+            return self._all_gather_exactly(output, input, opts)
         return self._all_gather_shares(output, input, self._one_layer(input, compression), opts, compression)
 
     all_gather_single = _allgather_base
@@ -131,6 +131,30 @@ class Shares(Allreduces):
                 _copy(share.detach(), gathered.view(share.shape))
 
         return CompositeWork([work], hand_out, list(shares), self._completions)
+
+    # ---- exact ones ----
+
+    def _reduce_scatter_exactly(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        if not self._is_engines(output, input, reduction_name(opts.reduceOp)):
+            return super()._reduce_scatter_base(output, input, opts)
+        return self._reduce_scatter_shares(output, input, _exact_layer_of(output.numel()), opts, EXACT)
+
+    def _all_gather_exactly(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        if not self._is_engines(input, output):
+            return super()._allgather_base(output, input, opts)
+        return self._all_gather_shares(output, input, _exact_layer_of(input.numel()), opts, EXACT)
+
+    def _is_engines(self, share: Tensor, whole: Tensor, reduction: str = "SUM") -> bool:
+        """Return whether the native engine carries exact shares of these. What is wrong with a call, others say."""
+        return (
+            self._shared is not None
+            and 0 < share.numel() * self._world == whole.numel()
+            and share.dtype is whole.dtype
+            and share.device == whole.device
+            and self._side(whole) is None
+            and self._is_ours(whole, reduction)
+            and self._is_ours(share, reduction)
+        )
 
     # ---- what they have in common ----
 
@@ -262,6 +286,11 @@ def _copy(target: Tensor, source: Tensor) -> None:
 def _layer_of(numel: int, compression: Compression, skip_incomplete: bool) -> tuple[Layer, ...]:
     """The same object for the same share: reducers keep what they have prepared by it."""
     return (Layer(numel, MaxMin(compression.bits, compression.block, skip_incomplete)),)
+
+
+@lru_cache(maxsize=1024)
+def _exact_layer_of(numel: int) -> tuple[Layer, ...]:
+    return (Layer(numel, Identity()),)
 
 
 def _options(kind: Any, op: Any, asynchronous: bool) -> Any:
