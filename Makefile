@@ -85,6 +85,7 @@ bench: $(STAMP)
 		--plot docs/allreduce.png
 	$(BENCH) --nproc 4 --bits 4 --sizes 4M,25M,64M --json $(RESULTS)/allreduce-4-ranks-4-bits.json
 	$(BENCH) --nproc 2 --bits 32 --sizes 4,1K,64K,1M,4M,25M,256M --json $(RESULTS)/allreduce-2-ranks-exact.json
+	$(BIN)/python benchmarks/exact_collectives.py --json $(RESULTS)/exact-collectives-2-ranks.json
 	$(BENCH) --nodes 2 --nproc 1 --rate 1gbit --sizes 64M,25M,4M --busy --json $(RESULTS)/nodes-2x1-1gbit.json
 	setpriv --bounding-set -sys_nice --inh-caps -sys_nice $(BENCH) --nodes 2 --nproc 1 --rate 1gbit --sizes 25M --busy \
 		--json $(RESULTS)/nodes-2x1-1gbit-without-priority.json

@@ -228,6 +228,7 @@ def test_after_operations_of_many_sizes_no_more_is_kept_than_allowed(topology: T
             assert 0 < kept_nbytes(pipeline._staging) <= most_nbytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "topology",
     [

@@ -146,6 +146,7 @@ def one_never_calls(me: Rank) -> None:
         me.store.set("rank 0 has raised", "")
 
 
+@pytest.mark.matrix
 def test_waiting_for_a_rank_that_never_calls_ends_with_the_groups_timeout() -> None:
     first, _ = observe_ranks(
         one_never_calls, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=GROUP_TIMEOUT_S
@@ -163,6 +164,7 @@ def one_never_calls_after_a_shorter_timeout(me: Rank) -> None:
     one_never_calls(me)
 
 
+@pytest.mark.matrix
 def test_a_timeout_can_be_changed() -> None:
     first, _ = observe_ranks(
         one_never_calls_after_a_shorter_timeout, 2, "cgx", env={BITS: "4"}, rank_env=apart(2), group_timeout_s=100
@@ -186,5 +188,6 @@ def after_a_failure(me: Rank) -> None:
     assert torch.equal(x, torch.full((1000,), float(me.world)))
 
 
+@pytest.mark.matrix
 def test_after_a_failure_a_group_only_raises_and_a_new_one_works() -> None:
     run_ranks(after_a_failure, 2, "cgx", env={BITS: "4"}, rank_env=apart(2))

@@ -46,7 +46,9 @@ def case_over_gloo(me: Rank, case: str) -> None:
     transport_cases.run_case(case, "GLOO", me.rank, me.store)
 
 
-@pytest.mark.parametrize("transport", ["Gloo", *EACH_LIBRARY])
+@pytest.mark.parametrize(
+    "transport", ["Gloo", *(pytest.param(name, marks=pytest.mark.matrix, id=name) for name in LIBRARIES)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_transport(transport: str, case: str) -> None:
     if transport == "Gloo":

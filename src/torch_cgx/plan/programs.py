@@ -10,7 +10,7 @@ from torch_cgx.plan.algorithms import IN_SHARES, Topology
 from torch_cgx.plan.layout import Layer, Layout, make_layout, make_shares_layout
 from torch_cgx.plan.program import Encode, Program, Receive, Reduce
 
-__all__ = ["NodeSlot", "SharedSlot", "layout_for", "node_slots_for", "programs_for"]
+__all__ = ["NodeSlot", "NodeSlots", "SharedSlot", "layout_for", "node_slots_for", "programs_for"]
 
 
 def layout_for(topology: Topology, layers: Sequence[Layer], itemsize: int, slice_nbytes: int) -> Layout:
@@ -47,19 +47,27 @@ def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[
 class NodeSlot:
     """Where one rank finds a slot in the memory that its node shares."""
 
-    place: (
-        int  # among the places of its slice, in the order in which they lie in memory; the same on all ranks of a node
-    )
+    place: int  # among the places of its slice, in the order in which they lie in memory
     writer: int  # the rank of the node that puts the payload there: by encoding it, or by receiving it from elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlots:
+    """The slots of a node as one of its ranks finds them."""
+
+    found: dict[str, NodeSlot]
+    places: tuple[str, ...]  # whose payload each place is for; the same on all ranks of the node
+    flags: dict[str, int]  # numbers of the slots that any of them touches; the same on all of them
 
 
 @lru_cache(maxsize=1024)
 def node_slots_for(
     topology: Topology, nonempty: tuple[bool, ...], home: tuple[int, ...], rank: int | None = None
-) -> tuple[dict[str, NodeSlot], tuple[str, ...]]:
-    """Return where a rank of the node `home` finds the slots that it touches, and whose payload each place is for.
+) -> NodeSlots:
+    """Return where a rank of the node `home` finds the slots that it touches.
 
-    Where several ranks of a node receive the same payload from elsewhere, each has a place of its own for it.
+    Where several ranks of a node receive the same payload from elsewhere, each has a place of its own for it, and none
+    hands it on within the node: a flat ring would, so it is for ranks that share no memory, or all of it.
     """
     programs, slots = programs_for(topology, nonempty)
     writers: dict[str, list[int]] = {}
@@ -69,9 +77,10 @@ def node_slots_for(
                 writers.setdefault(step.slot, []).append(member)
     found: dict[str, NodeSlot] = {}
     places: list[str] = []
-    for name in slots:
-        for writer in writers.get(name, ()):
+    touched = [name for name in slots if name in writers]
+    for name in touched:
+        for writer in writers[name]:
             if len(writers[name]) == 1 or writer == rank:
                 found[name] = NodeSlot(len(places), writer)
             places.append(name)
-    return found, tuple(places)
+    return NodeSlots(found, tuple(places), {name: number for number, name in enumerate(touched)})

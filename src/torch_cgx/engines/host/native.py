@@ -29,7 +29,7 @@ from torch_cgx.kernels.native import DTYPES
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk, Layer, Layout
 from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
-from torch_cgx.plan.programs import NodeSlot, SharedSlot, layout_for, node_slots_for, programs_for
+from torch_cgx.plan.programs import NodeSlot, NodeSlots, SharedSlot, layout_for, node_slots_for, programs_for
 from torch_cgx.plan.schedule import levels_for
 
 __all__ = ["Plan", "Prepared", "SharedGroup", "Tables", "make_plan"]
@@ -116,7 +116,7 @@ class Tables:
         slots: Mapping[str, SharedSlot],
         chunks: Sequence[Chunk],
         levels: Sequence[int] | None = None,
-        node: tuple[Mapping[str, NodeSlot], Sequence[str]] | None = None,
+        node: NodeSlots | None = None,
         room_nbytes: int | None = None,
     ) -> None:
         """Add one rank's steps, of which `levels` has the level of each.
@@ -129,22 +129,22 @@ class Tables:
             name: chunks[slot.chunk].coded(slot.exact).nbytes if room_nbytes is None else room_nbytes
             for name, slot in slots.items()
         }
-        found, places = node or (None, tuple(slots))
         offsets = [0]
-        for name in places:
+        for name in tuple(slots) if node is None else node.places:
             offsets.append(offsets[-1] + _aligned(nbytes[name]))
         for name, slot in slots.items():
-            where = NodeSlot(slot.index, slot.writer) if found is None else found.get(name)
-            flag = slot.flag if found is None or where is None else where.place
-            # A slot that nobody here touches has no room: its row only keeps the others' numbers.
+            where = NodeSlot(slot.index, slot.writer) if node is None else node.found.get(name)
+            flag = slot.flag if node is None else node.flags.get(name, 0)
+            # A slot that this rank does not touch has no room: its row only keeps the others' numbers.
             offset, writer = (0, slot.writer) if where is None else (offsets[where.place], where.writer)
-            self._slots.append((offset, nbytes[name], writer, flag if where else 0, self._slices))
+            self._slots.append((offset, nbytes[name], writer, flag, self._slices))
         self.part_nbytes = max(self.part_nbytes, offsets[-1], *nbytes.values(), 0)
         first_piece: dict[tuple[int, bool], int] = {}
         for step, level in zip(program, levels or [0] * len(program), strict=True):
             if isinstance(step, Combine):
                 raise ValueError(f"expected steps of SRA, RING or the hierarchy, got {step}")
             name = step.inputs[0] if isinstance(step, Sum) else step.slot
+            assert node is None or name in node.found, f"no place for {name} on this node"
             row = [_KINDS[type(step)], first_slot + slots[name].index, 0, 0, 0, 0, 0, 0]
             if isinstance(step, Send | Receive):
                 row[2] = step.peer
@@ -262,7 +262,7 @@ def _tables_of(layout: Layout, rank: int, topology: Topology, nodes: tuple[int, 
         tables.add(programs[rank], slots, part.chunks, levels_for(topology, nonempty).by_rank[rank], found)
         nbytes = {name: part.chunks[slot.chunk].coded(slot.exact).nbytes for name, slot in slots.items()}
         for home in homes.values():
-            places = node_slots_for(topology, nonempty, home)[1]
+            places = node_slots_for(topology, nonempty, home).places
             room = sum(_MARK_NBYTES + _aligned(nbytes[name]) for name in places)
             largest = max(largest, room + _ALIGNMENT)
     return tables, tables.ring * max(largest, tables.part_nbytes)

@@ -65,9 +65,12 @@ def open_linked_group(joining: Joining) -> SharedGroup:
 
 
 def _nodes_that_share(settings: Settings, members: Membership) -> Sequence[int]:
-    """Return, by rank, a number of what shares memory with it. Ranks must see each other's processes, too."""
+    """Return, by rank, a number of what shares memory with it. Ranks must see each other's processes, too.
+
+    Within one node alone, memory has been tried before, or its ranks do not see each other. Then none share it.
+    """
     facts = list(zip(members.nodes, members.pid_namespaces, strict=True))
-    if settings.inner_communicator != "SHM" or len(set(facts)) == 1:
+    if settings.inner_communicator != "SHM" or len(set(members.nodes)) == 1:
         return range(len(facts))
     numbers = {fact: number for number, fact in enumerate(dict.fromkeys(facts))}
     return [numbers[fact] for fact in facts]

@@ -1,0 +1,43 @@
+"""Ranks of one node find the same slots at the same places of the memory that they share."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.program import Encode, Receive, Reduce, Send
+from torch_cgx.plan.programs import node_slots_for, programs_for
+from torch_cgx.plan.schedule import slots_of
+
+NODES = [(0, 0, 1, 1), (0, 1, 0, 0, 2), (0, 0, 0, 0, 1)]
+TOPOLOGIES = [
+    (topology, nodes)
+    for nodes in NODES
+    for topology in (
+        *(Topology.flat(name, len(nodes)) for name in ("SRA", "REDUCE_SCATTER", "ALL_GATHER")),
+        *(Topology(name, nodes, compress_inside=inside) for name in ("SRA", "RING") for inside in (True, False)),
+    )
+]
+
+
+@pytest.mark.parametrize(("topology", "nodes"), TOPOLOGIES, ids=str)
+def test_all_ranks_of_a_node_agree_on_places_marks_and_writers(topology: Topology, nodes: tuple[int, ...]) -> None:
+    nonempty = (True,) * topology.n_chunks
+    programs, _ = programs_for(topology, nonempty)
+    for node in set(nodes):
+        home = tuple(rank for rank, at in enumerate(nodes) if at == node)
+        views = {rank: node_slots_for(topology, nonempty, home, rank) for rank in home}
+        first = views[home[0]]
+        for rank, view in views.items():
+            assert (view.places, view.flags) == (first.places, first.flags)
+            assert all(view.places[slot.place] == name for name, slot in view.found.items())
+            for step in programs[rank]:
+                # A rank finds all that it touches, and what it writes or receives from elsewhere is its own to write.
+                assert all(name in view.found for name in slots_of(step))
+                puts = isinstance(step, Encode | Reduce) or (isinstance(step, Receive) and step.peer not in home)
+                assert not puts or view.found[step.slot].writer == rank
+                if isinstance(step, Send | Receive) and step.peer in home:  # then both look at one place
+                    assert views[step.peer].found[step.slot] == view.found[step.slot]
+        # No two ranks write to one place.
+        writers = {(slot.place, slot.writer) for view in views.values() for slot in view.found.values()}
+        assert len({place for place, _ in writers}) == len(writers)
