@@ -1,5 +1,7 @@
 // Everything that can end a group: how a rank notices it, words it, and tells its peers. Keeps the promises "no hang"
 // and "no lie".
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -120,6 +122,7 @@ bool Group::write_poison(int64_t culprit, int status, const std::string& text) {
 
 // The first failure of a rank is kept, told to the peers, and wakes whoever waits.
 void Group::fail(int status, const std::string& text) {
+  if (getpid() != owner_pid_) return;  // a forked child is no member of the group
   {
     std::lock_guard<std::mutex> lock(error_mutex_);
     if (status_.load() != CGX_OK) return;

@@ -297,6 +297,7 @@ int Group::wait_for_room(Operation& op, int64_t slice, int64_t until_ns) {
 void Group::finish_slice() {
   if (linked_) return free_slices();
   row(rank_).done.store(slice_number_, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   ring_all(false);
 }
 

@@ -92,17 +92,30 @@ def first_of(operation: str, tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]
 
 
+def copy_values(target: Tensor, source: Tensor) -> None:
+    """Copy into a tensor that may be one of inference mode, wherever this is called."""
+    with torch.inference_mode():
+        target.copy_(source)
+
+
+def waited_for(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or what a functional collective's result holds, once that is there."""
+    if type(tensor) is Tensor or not hasattr(tensor, "trigger_wait"):
+        return tensor
+    waited: Tensor = tensor.trigger_wait()
+    return waited
+
+
 def sharing_memory(tensors: Sequence[Tensor]) -> list[bool]:
     """Of each, whether another of the list has a byte in common with it (or may have, where views interleave)."""
-    homes = [
-        tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor) for tensor in tensors
-    ]
-    if len(set(homes)) == len(homes):
-        return [False] * len(tensors)
     shared = [False] * len(tensors)
+    # By addresses, not by storages: two may lie in the same memory, as those of numpy's views do.
+    places = [(str(tensor.device) if tensor.layout is torch.strided else str(id(tensor))) for tensor in tensors]
     spans = sorted(
-        (home, *_span(tensor), number) for number, (home, tensor) in enumerate(zip(homes, tensors, strict=True))
+        (place, *_span(tensor), number) for number, (place, tensor) in enumerate(zip(places, tensors, strict=True))
     )
+    if not spans:
+        return shared
     reaching = spans[0]  # of those so far, the one that ends last
     for span in spans[1:]:
         if span[0] == reaching[0] and span[1] < reaching[2]:

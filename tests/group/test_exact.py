@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from tests.support.harness import Rank, apart, needs_native, run_ranks
 
@@ -120,3 +122,24 @@ def exact_shares(me: Rank) -> None:
 @pytest.mark.parametrize("rank_env", [{}, apart(3, "TCP"), ON_NODES], ids=["shared memory", "links", "nodes of two"])
 def test_exact_shares_are_the_engines_and_right_to_the_bit(rank_env: dict[int, dict[str, str]]) -> None:
     run_ranks(exact_shares, 3, "cgx", rank_env=rank_env)
+
+
+def odd_tensors(me: Rank) -> None:
+    """Reduce what a functional collective returned, and scatter into memory that the input has, too."""
+    gathered = funcol.all_gather_tensor(torch.full((10,), 1.0 + me.rank), 0, dist.group.WORLD)
+    assert type(gathered) is not torch.Tensor  # it is still to be waited for
+    share = torch.empty(10)
+    dist.reduce_scatter_tensor(share, gathered)
+    assert torch.equal(share, torch.full((10,), me.world * (1.0 + me.rank)))
+    gathered = funcol.all_gather_tensor(torch.full((10,), 1.0 + me.rank), 0, dist.group.WORLD)
+    dist.all_reduce(gathered)
+    assert torch.equal(gathered[:10] + 0, torch.full((10,), float(me.world)))
+    memory = numpy.arange(float(10 * me.world), dtype=numpy.float32)
+    whole, overlapping = torch.from_numpy(memory), torch.from_numpy(memory[5:15])
+    expected = me.world * whole.view(me.world, -1)[me.rank]
+    dist.reduce_scatter_tensor(overlapping, whole)
+    assert torch.equal(overlapping, expected)
+
+
+def test_results_of_functional_collectives_and_views_of_numpy_are_taken() -> None:
+    run_ranks(odd_tensors, 2, "cgx")

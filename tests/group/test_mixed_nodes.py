@@ -159,6 +159,18 @@ def test_groups_within_and_across_nodes_work_beside_each_other() -> None:
         assert values == expected
 
 
+def in_inference_mode(me: Rank) -> None:
+    with torch.inference_mode():
+        x = torch.full((5_000,), 1.0 + me.rank, dtype=torch.float16)
+        work = dist.all_reduce(x, async_op=True)
+    work.wait()  # outside of it, where the sum of 16-bit values is copied back
+    assert (x == 6.0).all()
+
+
+def test_a_tensor_of_inference_mode_gets_its_sum() -> None:
+    run_ranks(in_inference_mode, 3, "cgx", rank_env=on_nodes("001"))
+
+
 # ---- what goes wrong ----
 
 

@@ -32,7 +32,7 @@ from torch_cgx.group.reducers import Reducer
 from torch_cgx.group.requests import Request
 from torch_cgx.group.work import CompositeWork, DoneWork
 from torch_cgx.plan.layout import Layer
-from torch_cgx.tensors import check_in_place, sharing_memory, strides_hash
+from torch_cgx.tensors import check_in_place, sharing_memory, strides_hash, waited_for
 
 __all__ = ["EXACT", "Allreduces", "is_profiled", "milliseconds", "widest_compression"]
 
@@ -193,6 +193,7 @@ class Allreduces(ReduceScatters):
     ) -> Any:
         """Reduce in place, by us or by whoever can. Only what the user called an all_reduce is compressed."""
         self._check_usable()
+        tensor = waited_for(tensor)
         on_cuda = self._side(tensor) is not None
         if not on_cuda:  # NCCL looks at its tensors itself
             check_in_place(operation, tensor, sparse=True)

@@ -35,6 +35,7 @@ from torch_cgx.group.requests import (
 from torch_cgx.group.work import CompositeWork, JobWork, PolledWork, SharedWork
 from torch_cgx.inquiry import Inquiry
 from torch_cgx.plan.algorithms import IN_SHARES, Topology
+from torch_cgx.tensors import copy_values
 
 __all__ = ["MessageReducer", "Reducer", "SharedReducer"]
 
@@ -83,7 +84,7 @@ class SharedReducer:
         key = (
             *(request.operation, tensor.shape, tensor.stride(), tensor.dtype),
             *(request.reduction, request.compression, request.layers, self._place.layers.version),
-            *(request.stochastic, request.in_shares, request.factor),
+            *(request.stochastic, request.in_shares, request.factor, request.shape),
         )
         prepared = self._prepared.get(key) or self._prepare(key, request)
         # Partial sums, of a ring or a node, would be rounded to 16 bits, and might overflow.
@@ -112,7 +113,7 @@ class SharedReducer:
         work = SharedWork(self._shared, number, self.release, result, completions)
         if not widened:
             return work
-        return CompositeWork([work], partial(tensor.detach().copy_, values), result, completions)
+        return CompositeWork([work], partial(copy_values, tensor.detach(), values), result, completions)
 
     @property
     def topology(self) -> Topology:

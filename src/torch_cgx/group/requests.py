@@ -65,6 +65,7 @@ class Request:
     in_shares: str | None = None  # REDUCE_SCATTER or ALL_GATHER; None: an allreduce
     share: Tensor | None = None  # of a reduce-scatter: holds this rank's own values of its share, and gets the sum
     factor: float = 1.0  # the sum is multiplied by it, as PREMUL_SUM asks
+    shape: tuple[int, ...] | None = None  # of what the user called with, for the board; None: the tensor's
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,12 @@ def call_of(request: Request, place: Place) -> _native.Call:
         return collective_call("barrier")
     tensor, compression = request.tensor, request.compression
     plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
+    plain = plain or (request.in_shares is not None and compression.bits == 32)
     told = (tensor.stride(), place.cut(request), *((request.factor,) if request.factor != 1.0 else ()))
     return collective_call(
         request.operation,
         tensor.dtype,
-        tuple(tensor.shape),
+        tuple(tensor.shape) if request.shape is None else request.shape,
         reduction=request.reduction,
         bits=compression.bits,
         block=0 if compression.bits == 32 else compression.block,

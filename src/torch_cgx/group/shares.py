@@ -24,7 +24,7 @@ from torch_cgx.group.calls import options_from, premultiplier, reduction_name
 from torch_cgx.group.requests import Request
 from torch_cgx.group.work import CompositeWork, DoneWork
 from torch_cgx.plan.layout import Layer
-from torch_cgx.tensors import check_input, check_output, sharing_memory
+from torch_cgx.tensors import check_input, check_output, copy_values, sharing_memory, waited_for
 
 __all__ = ["Shares"]
 
@@ -79,6 +79,7 @@ class Shares(Allreduces):
     # ---- torch's methods ----
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        output, input = waited_for(output), waited_for(input)
         opts = options_from(c10d.ReduceScatterOptions, opts)
         compression = self._asked_of_shares(input, output.numel(), reduction_name(opts.reduceOp))
         if compression.bits == 32:
@@ -88,6 +89,7 @@ class Shares(Allreduces):
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        output, input = waited_for(output), waited_for(input)
         opts = opts if opts is not None else c10d.AllgatherOptions()
         compression = self._asked_of_shares(input, input.numel())
         if compression.bits == 32:
@@ -128,7 +130,7 @@ class Shares(Allreduces):
 
         def hand_out() -> None:
             for share, gathered in zip(shares, together, strict=True):
-                _copy(share.detach(), gathered.view(share.shape))
+                copy_values(share.detach(), gathered.view(share.shape))
 
         return CompositeWork([work], hand_out, list(shares), self._completions)
 
@@ -193,13 +195,13 @@ class Shares(Allreduces):
         if share.data_ptr() != values.view(self._world, -1)[self._rank].data_ptr():
             if any(sharing_memory([values, share])):  # the sum would be written over what is still to be sent
                 values = values.clone()
-            _copy(share, values.view(self._world, -1)[self._rank])
+            copy_values(share, values.view(self._world, -1)[self._rank])
         reduction = reduction_name(opts.reduceOp)
         request = self._request(operation, values, [output], reduction, compression, opts, layers, stochastic)
         request.in_shares, request.share = "REDUCE_SCATTER", share
         request.factor = premultiplier(opts.reduceOp)
         if self._reducer_for(values) is None and request.factor != 1.0:  # alone
-            _copy(share, share * request.factor)
+            copy_values(share, share * request.factor)
         return self._submit(request, output, share.view(output.shape))
 
     def _all_gather_shares(
@@ -217,9 +219,9 @@ class Shares(Allreduces):
         values = gathered.view(-1)
         mine = values.view(self._world, -1)[self._rank].view(input.shape)
         if mine.data_ptr() != input.data_ptr() or not _lies_flat(input):
-            _copy(mine, input.detach().clone() if any(sharing_memory([values, input])) else input.detach())
+            copy_values(mine, input.detach().clone() if any(sharing_memory([values, input])) else input.detach())
         request = self._request(operation, values, [output], None, compression, opts, layers, stochastic)
-        request.in_shares = "ALL_GATHER"
+        request.in_shares, request.shape = "ALL_GATHER", tuple(input.shape)
         return self._submit(request, output, gathered)
 
     def _check_pair(self, operation: str, share: Tensor, whole: Tensor, output: Tensor) -> None:
@@ -266,7 +268,7 @@ class Shares(Allreduces):
         work = self._profiled(request, reducer) if is_profiled() else reducer.submit(request)
         if not copied:
             return work
-        return CompositeWork([work], lambda: _copy(output.detach(), written), [output], self._completions)
+        return CompositeWork([work], lambda: copy_values(output.detach(), written), [output], self._completions)
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -275,11 +277,6 @@ _CONTIGUOUS = torch.contiguous_format
 def _lies_flat(tensor: Tensor) -> bool:
     """Whether its memory holds its values, one after the other."""
     return tensor.is_contiguous() and not tensor.is_neg()
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    with torch.inference_mode():  # the target may be a tensor of that mode
-        target.copy_(source)
 
 
 @lru_cache(maxsize=1024)

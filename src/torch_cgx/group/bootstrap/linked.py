@@ -87,13 +87,19 @@ def _open_bells(joining: Joining, home: Sequence[int]) -> dict[int, int]:
     names = [f"rank {each}" for each in joining.global_ranks]
     own = f"cgx-{secrets.token_hex(16)}"
     bells: dict[int, int] = {}
+    problem = ""
     try:
-        os.mkfifo(f"{SHM_FOLDER}/{own}", 0o600)
-        bells[rank] = _open_bell(own)
-        store.set(f"bell/{rank}", json.dumps({"name": own}))
+        try:
+            os.mkfifo(f"{SHM_FOLDER}/{own}", 0o600)
+            bells[rank] = _open_bell(own)
+        except OSError as error:
+            problem = f"{names[rank]} cannot make a named pipe in {SHM_FOLDER}: {error}"
+        store.set(f"bell/{rank}", json.dumps({"name": own, "problem": problem}))
         for peer in home:
+            told = read_entry(store, f"bell/{peer}", names[rank], names[peer], deadline, {"name": str, "problem": str})
+            if told["problem"]:
+                raise SharedMemoryError(f"{told['problem']}. Or set CGX_INNER_COMMUNICATOR_TYPE=TCP.")
             if peer != rank:
-                told = read_entry(store, f"bell/{peer}", names[rank], names[peer], deadline, {"name": str})
                 bells[peer] = _open_bell(told["name"])
         store.set(f"opened/{rank}", "{}")
         for peer in home:
