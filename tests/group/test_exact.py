@@ -143,3 +143,16 @@ def odd_tensors(me: Rank) -> None:
 
 def test_results_of_functional_collectives_and_views_of_numpy_are_taken() -> None:
     run_ranks(odd_tensors, 2, "cgx")
+
+
+def gathers_into_a_stack(me: Rank) -> None:
+    for dtype in (torch.float32, torch.int64):
+        with pytest.raises(RuntimeError, match="invalid tensor size"):
+            dist.all_gather_into_tensor(torch.empty(me.world, 4, dtype=dtype), torch.ones(4, dtype=dtype))
+    gathered = torch.empty(4 * me.world)
+    dist.all_gather_into_tensor(gathered, torch.full((4,), float(me.rank)))
+    assert gathered.view(me.world, 4)[:, 0].tolist() == list(map(float, range(me.world)))
+
+
+def test_a_gather_into_a_stack_is_refused_as_by_gloo_and_the_group_stays_usable(backend: str) -> None:
+    run_ranks(gathers_into_a_stack, 2, backend)

@@ -142,12 +142,14 @@ class Shares(Allreduces):
         return self._reduce_scatter_shares(output, input, _exact_layer_of(output.numel()), opts, EXACT)
 
     def _all_gather_exactly(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        if not self._is_engines(input, output):
+        # Gloo refuses other shapes, a stack of inputs say, and so do we: then all dtypes behave alike.
+        concatenated = (self._world * input.shape[0], *input.shape[1:]) if input.dim() else None
+        if tuple(output.shape) != concatenated or not self._is_engines(input, output):
             return super()._allgather_base(output, input, opts)
         return self._all_gather_shares(output, input, _exact_layer_of(input.numel()), opts, EXACT)
 
     def _is_engines(self, share: Tensor, whole: Tensor, reduction: str = "SUM") -> bool:
-        """Return whether the native engine carries exact shares of these. What is wrong with a call, others say."""
+        """Return whether the native engine carries these exactly. A call that is wrong is left for torch to refuse."""
         return (
             self._shared is not None
             and 0 < share.numel() * self._world == whole.numel()

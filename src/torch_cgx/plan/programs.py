@@ -45,7 +45,7 @@ def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[
 
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
-    """Where one rank finds a slot in the memory that its node shares."""
+    """The location of a slot in the memory that a node shares, as one of its ranks uses it."""
 
     place: int  # among the places of its slice, in the order in which they lie in memory
     writer: int  # the rank of the node that puts the payload there: by encoding it, or by receiving it from elsewhere
@@ -53,7 +53,7 @@ class NodeSlot:
 
 @dataclass(frozen=True, slots=True)
 class NodeSlots:
-    """The slots of a node as one of its ranks finds them."""
+    """The slots that the ranks of one node use, with their locations in its memory."""
 
     found: dict[str, NodeSlot]
     places: tuple[str, ...]  # whose payload each place is for; the same on all ranks of the node

@@ -233,8 +233,7 @@ def _open_control(control: dict[str, Any], joining: Joining, nodes: Sequence[int
     is_named = name is None or _SEGMENT_NAME.fullmatch(name)
     if not is_named or not SEGMENT_FLOOR_NBYTES <= limit_nbytes <= SEGMENT_LIMIT_NBYTES:
         creator = joining.global_ranks[nodes.index(nodes[rank])]
-        told = f"rank {creator} named a segment {shortened(name)} of {limit_nbytes} bytes"
-        return None, f"{told}, which it cannot have made"
+        return None, f"rank {creator} announced an invalid segment: {shortened(name)}, {limit_nbytes} bytes"
     try:
         return SharedGroup(name, rank, nodes, joining.global_ranks, NAMES, how, limit_nbytes), ""
     except SharedMemoryError as error:

@@ -96,11 +96,13 @@ def _open_bells(joining: Joining, home: Sequence[int]) -> dict[int, int]:
             problem = f"{names[rank]} cannot make a named pipe in {SHM_FOLDER}: {error}"
         store.set(f"bell/{rank}", json.dumps({"name": own, "problem": problem}))
         for peer in home:
-            told = read_entry(store, f"bell/{peer}", names[rank], names[peer], deadline, {"name": str, "problem": str})
-            if told["problem"]:
-                raise SharedMemoryError(f"{told['problem']}. Or set CGX_INNER_COMMUNICATOR_TYPE=TCP.")
+            entry = read_entry(store, f"bell/{peer}", names[rank], names[peer], deadline, {"name": str, "problem": str})
+            if entry["problem"]:
+                raise SharedMemoryError(
+                    f"{entry['problem']}. Make room there, or set CGX_INNER_COMMUNICATOR_TYPE=TCP on all ranks."
+                )
             if peer != rank:
-                bells[peer] = _open_bell(told["name"])
+                bells[peer] = _open_bell(entry["name"])
         store.set(f"opened/{rank}", "{}")
         for peer in home:
             read_entry(store, f"opened/{peer}", names[rank], names[peer], deadline)
@@ -116,10 +118,10 @@ def _open_bells(joining: Joining, home: Sequence[int]) -> dict[int, int]:
 
 def _open_bell(name: str) -> int:
     if not _BELL_NAME.fullmatch(name):
-        raise SharedMemoryError(f"a rank of this node named a pipe that it cannot have made: {name[:100]!r}")
+        raise SharedMemoryError(f"a rank of this node announced an invalid pipe: {name[:100]!r}")
     file = os.open(f"{SHM_FOLDER}/{name}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     facts = os.fstat(file)
     if not stat.S_ISFIFO(facts.st_mode) or facts.st_uid != os.geteuid():
         os.close(file)
-        raise SharedMemoryError(f"{SHM_FOLDER}/{name} is no pipe of this process's user")
+        raise SharedMemoryError(f"{SHM_FOLDER}/{name} is not a pipe that belongs to this process's user")
     return file
