@@ -142,9 +142,8 @@ class Shares(Allreduces):
         return self._reduce_scatter_shares(output, input, _exact_layer_of(output.numel()), opts, EXACT)
 
     def _all_gather_exactly(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        # Gloo refuses other shapes, a stack of inputs say, and so do we: then all dtypes behave alike.
-        concatenated = (self._world * input.shape[0], *input.shape[1:]) if input.dim() else None
-        if tuple(output.shape) != concatenated or not self._is_engines(input, output):
+        # Only what Gloo takes, no stack of inputs say: then all dtypes behave alike.
+        if not self._is_engines(input, output) or not _is_concatenation(output, input, self._world):
             return super()._allgather_base(output, input, opts)
         return self._all_gather_shares(output, input, _exact_layer_of(input.numel()), opts, EXACT)
 
@@ -152,6 +151,7 @@ class Shares(Allreduces):
         """Return whether the native engine carries these exactly. A call that is wrong is left for torch to refuse."""
         return (
             self._shared is not None
+            and not (share.is_nested or whole.is_nested)  # strided, but without a shape
             and 0 < share.numel() * self._world == whole.numel()
             and share.dtype is whole.dtype
             and share.device == whole.device
@@ -303,6 +303,10 @@ def _check_layers(operation: str, layers: Sequence[Layer], numel: int) -> None:
     total = sum(layer.numel for layer in layers)
     if total != numel:
         raise ValueError(f"{operation}: expected layers of {numel} values, as many as a share has, got {total}")
+
+
+def _is_concatenation(whole: Tensor, share: Tensor, world: int) -> bool:
+    return share.dim() > 0 and whole.shape == (world * share.shape[0], *share.shape[1:])
 
 
 def _same_kind(tensor: Tensor, other: Tensor) -> bool:
