@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from results import write_json
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
-SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20)
-TIMED_NBYTES = 64 << 20  # per contestant: small operations are repeated as often as that takes
-FEWEST, MOST = 9, 300
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20)
+ROUNDS = 11  # of which the first is left out
+ROUND_NBYTES, MOST_CALLS = 16 << 20, 50
 TIMEOUT_S = 120
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     for row in rows:
         ratio = row["gloo_s"] / row["cgx_s"]
         print(
-            f"{row['kind']:15} {row['nbytes'] >> 10:6} KB  cgx {row['cgx_s'] * 1e6:9.0f} us  "
+            f"{row['kind']:15} {row['nbytes']:9} B  cgx {row['cgx_s'] * 1e6:9.0f} us  "
             f"gloo {row['gloo_s'] * 1e6:9.0f} us  {ratio:5.1f}x"
         )
     if arguments.json:
@@ -62,20 +62,28 @@ def run(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> 
 
 
 def time_kind(kind: str, nbytes: int, groups: dict[str, Any]) -> dict[str, Any]:
+    """Time rounds of calls, one group after the other: single ones would count that ranks come late from the other."""
     world = dist.get_world_size()
-    part = torch.ones(nbytes // 4 // world)
+    part = torch.ones(max(1, nbytes // 4 // world))
     whole = torch.ones(part.numel() * world)
+    exchanged = torch.empty_like(whole)
     samples: dict[str, list[float]] = {name: [] for name in groups}
-    for _ in range(max(FEWEST, min(MOST, TIMED_NBYTES // nbytes))):
+    calls = max(2, min(MOST_CALLS, ROUND_NBYTES // nbytes))
+    for _ in range(ROUNDS):
         for name, group in groups.items():
             begin = time.perf_counter()
-            if kind == "all_reduce":
-                dist.all_reduce(whole, group=group)
-            elif kind == "all_gather":
-                dist.all_gather_into_tensor(whole, part, group=group)
-            else:
-                dist.reduce_scatter_tensor(part, whole, group=group)
-            samples[name].append(time.perf_counter() - begin)
+            for call in range(calls):
+                if kind == "all_reduce":
+                    dist.all_reduce(whole, group=group)
+                elif kind == "all_gather":
+                    dist.all_gather_into_tensor(whole, part, group=group)
+                elif kind == "reduce_scatter":
+                    dist.reduce_scatter_tensor(part, whole, group=group)
+                elif kind == "broadcast":
+                    dist.broadcast(whole, call % world, group=group)
+                else:
+                    dist.all_to_all_single(exchanged, whole, group=group)
+            samples[name].append((time.perf_counter() - begin) / calls)
             whole.fill_(1.0)
     return {"kind": kind, "nbytes": nbytes, **{f"{name}_s": median(times[1:]) for name, times in samples.items()}}
 

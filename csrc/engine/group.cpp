@@ -390,8 +390,8 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
       break;
     }
     default:
-      status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), op.what.values,
-                          step.kind == CGX_STEP_ADD);
+      status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot),
+                          op.what.share ? op.what.share : op.what.values, step.kind == CGX_STEP_ADD);
       timed(kDecodeNs);
       break;
   }

@@ -68,9 +68,10 @@ void Group::begin_linked(Operation& op) {
   mapped_ = false;
   progress_.clear();
   placed_.assign(slots, false);
-  if (!op.what.plan || !shares()) return;
+  if (!op.what.plan) return;
   // A rank that first waits for its own node tells others at once what it has called, so that nobody takes it for late.
-  for (const int64_t peer : op.what.plan->peers)
+  // Else payloads tell, but to whom none is sent: ranks that wait for each other's broadcasts would never know.
+  for (const int64_t peer : shares() ? op.what.plan->peers : op.what.plan->sources)
     if (Link* link = link_to(peer)) tell_call(op, *link);
 }
 
@@ -223,9 +224,9 @@ void Group::call_arrived(int64_t peer, uint64_t sequence, const cgx_call& call) 
   if (sequence <= link.called.load(std::memory_order_relaxed)) return;  // by another stream
   board_.note_for(peer, static_cast<int64_t>(sequence), call);
   link.called.store(sequence, std::memory_order_release);
-  if (current_ && static_cast<int64_t>(sequence) == current_->sequence &&
-      board_.differs(peer, current_->sequence, current_->call))
-    fail_mismatch(peer, current_->sequence);
+  // A root is done before it hears of its peers' calls.
+  const auto number = static_cast<int64_t>(sequence);
+  if (current_ && number <= current_->sequence && board_.differs(peer, number)) fail_mismatch(peer, number);
 }
 
 void Group::noise_arrived(int64_t peer) {

@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <new>
 
@@ -38,6 +39,8 @@ bool cgx_plan::consistent(int64_t world) const {
   };
   for (const cgx_step& step : steps) {
     if (!is_slot(step.slot)) return false;
+    const bool sums = step.kind == CGX_STEP_REDUCE || step.kind == CGX_STEP_SUM || step.kind == CGX_STEP_ADD;
+    if (sums && dtype == CGX_BYTES) return false;
     switch (step.kind) {
       case CGX_STEP_SEND:
       case CGX_STEP_RECEIVE:
@@ -74,15 +77,21 @@ void cgx_plan::index() {
   for (const cgx_slot& slot : slots) n_flags = std::max(n_flags, slot.flag + 1);
   in_slice_order = true;
   int64_t latest = 0;
+  std::vector<int64_t> targets;
+  const auto add = [](std::vector<int64_t>& ranks, int64_t rank) {
+    if (!std::count(ranks.begin(), ranks.end(), rank)) ranks.push_back(rank);
+  };
   for (const cgx_step& step : steps) {
     const int64_t slice = slice_of(step);
     ++slice_steps[static_cast<size_t>(slice)];
     in_slice_order = in_slice_order && slice >= latest;
     latest = slice;
     if (step.kind == CGX_STEP_RECEIVE) from[static_cast<size_t>(step.slot)] = step.peer;
-    const bool moves = step.kind == CGX_STEP_RECEIVE || step.kind == CGX_STEP_SEND;
-    if (moves && !std::count(peers.begin(), peers.end(), step.peer)) peers.push_back(step.peer);
+    if (step.kind == CGX_STEP_RECEIVE || step.kind == CGX_STEP_SEND) add(peers, step.peer);
+    if (step.kind == CGX_STEP_SEND) add(targets, step.peer);
   }
+  std::copy_if(peers.begin(), peers.end(), std::back_inserter(sources),
+               [&](int64_t peer) { return !std::count(targets.begin(), targets.end(), peer); });
 }
 
 cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,

@@ -15,9 +15,10 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 7
+#define CGX_ABI_VERSION 8
 
-typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3 } cgx_dtype;
+/* Bytes are what is only moved: pieces of 32 bits alone, whose "values" are copied and never computed with. */
+typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3, CGX_BYTES = 4 } cgx_dtype;
 
 typedef enum cgx_simd { CGX_SCALAR = 0, CGX_AVX2 = 1, CGX_AVX512 = 2, CGX_NEON = 3 } cgx_simd;
 
@@ -164,7 +165,7 @@ typedef struct cgx_submission {
   const cgx_plan* plan; /* over links NULL: done when all ranks have made this call */
   void* values;
   float* residual; /* as in cgx_encode and cgx_reduce, or NULL */
-  void* share;     /* what sums are made in; NULL where the plan has none */
+  void* share;     /* what sums are made in, and what is decoded goes to; NULL: values are decoded over `values` */
   double scale;
   cgx_rounding rounding; /* operation, rank and stage are filled in by the group */
   int64_t timeout_ms;

@@ -1,5 +1,6 @@
 // Chooses a SIMD level and walks tables of pieces: the kernels' part of the C ABI.
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -66,13 +67,14 @@ const cgx_kernels* kernels_of(int simd) {
 
 bool valid(const cgx_piece& piece, int dtype) {
   const bool raw = piece.bits == 32;
-  if (!raw && (piece.bits < 1 || piece.bits > 8 || piece.block < 1 || dtype == CGX_FLOAT64)) return false;
+  const bool quantizable = dtype != CGX_FLOAT64 && dtype != CGX_BYTES;
+  if (!raw && (piece.bits < 1 || piece.bits > 8 || piece.block < 1 || !quantizable)) return false;
   return piece.offset >= 0 && piece.numel >= 0 && piece.payload >= 0 && piece.raw_tail >= 0 &&
          piece.raw_tail <= piece.numel;
 }
 
 bool valid(int dtype, const cgx_piece* pieces, int64_t n_pieces) {
-  if (dtype < 0 || dtype > 3) return false;
+  if (dtype < 0 || dtype > CGX_BYTES) return false;
   for (int64_t i = 0; i < n_pieces; ++i)
     if (!valid(pieces[i], dtype)) return false;
   return true;
@@ -133,6 +135,22 @@ void run(void (*kernel)(const Task&, const cgx_piece&, Span), const Task& task, 
   for (int64_t i = 0; i < n_pieces; ++i) kernel(task, pieces[i], {0, pieces[i].numel});
 }
 
+// Sums are of numbers.
+bool summable(int dtype, const cgx_piece* pieces, int64_t n_pieces, int64_t n_payloads) {
+  return dtype != CGX_BYTES && n_payloads >= 1 && valid(dtype, pieces, n_pieces);
+}
+
+void copy_in(const EncodeTask& task, const cgx_piece& piece, Span span) {
+  std::memcpy(task.slot + piece.payload + span.first,
+              static_cast<const uint8_t*>(task.values) + piece.offset + span.first,
+              static_cast<size_t>(span.end - span.first));
+}
+
+void copy_out(const DecodeTask& task, const cgx_piece& piece, Span span) {
+  std::memcpy(static_cast<uint8_t*>(task.values) + piece.offset + span.first, task.slot + piece.payload + span.first,
+              static_cast<size_t>(span.end - span.first));
+}
+
 // Decoding so much would push everything out of the caches: it goes past them.
 constexpr int64_t kStreamNbytes = 16 << 20;
 
@@ -189,17 +207,19 @@ int cgx_encode(const cgx_means* means, int dtype, const cgx_piece* pieces, int64
                uint8_t* payload, const cgx_rounding* rounding, float* residual) {
   const cgx_kernels* kernels = kernels_of(means->simd);
   if (!kernels || !valid(dtype, pieces, n_pieces)) return CGX_ERROR_ARGUMENT;
-  run(kernels->encode[dtype], EncodeTask{values, payload, rounding, residual}, means->threads, pieces, n_pieces);
+  const auto encode = dtype == CGX_BYTES ? copy_in : kernels->encode[dtype];
+  run(encode, EncodeTask{values, payload, rounding, residual}, means->threads, pieces, n_pieces);
   return CGX_OK;
 }
 
 int cgx_decode(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, const uint8_t* payload,
                void* values, int add) {
   const cgx_kernels* kernels = kernels_of(means->simd);
-  if (!kernels || !valid(dtype, pieces, n_pieces)) return CGX_ERROR_ARGUMENT;
+  if (!kernels || !valid(dtype, pieces, n_pieces) || (add && dtype == CGX_BYTES)) return CGX_ERROR_ARGUMENT;
   const bool large = total_numel(pieces, n_pieces) * itemsize(dtype) >= kStreamNbytes;
   const Writing writing = add ? Writing::kAdd : large ? Writing::kStream : Writing::kStore;
-  run(kernels->decode[dtype], DecodeTask{payload, values, writing}, means->threads, pieces, n_pieces);
+  const auto decode = dtype == CGX_BYTES ? copy_out : kernels->decode[dtype];
+  run(decode, DecodeTask{payload, values, writing}, means->threads, pieces, n_pieces);
   return CGX_OK;
 }
 
@@ -207,7 +227,7 @@ int cgx_reduce(const cgx_means* means, int dtype, const cgx_piece* pieces, int64
                const uint8_t* const* payloads, int64_t n_payloads, double scale, uint8_t* out,
                const cgx_rounding* rounding, float* residual) {
   const cgx_kernels* kernels = kernels_of(means->simd);
-  if (!kernels || !valid(dtype, pieces, n_pieces) || n_payloads < 1) return CGX_ERROR_ARGUMENT;
+  if (!kernels || !summable(dtype, pieces, n_pieces, n_payloads)) return CGX_ERROR_ARGUMENT;
   const ReduceTask task{values, payloads, n_payloads, scale, out, rounding, residual};
   run(kernels->reduce[dtype], task, means->threads, pieces, n_pieces);
   return CGX_OK;
@@ -216,7 +236,7 @@ int cgx_reduce(const cgx_means* means, int dtype, const cgx_piece* pieces, int64
 int cgx_sum(const cgx_means* means, int dtype, const cgx_piece* pieces, int64_t n_pieces, void* values,
             const uint8_t* const* payloads, int64_t n_payloads, double scale) {
   const cgx_kernels* kernels = kernels_of(means->simd);
-  if (!kernels || !valid(dtype, pieces, n_pieces) || n_payloads < 1) return CGX_ERROR_ARGUMENT;
+  if (!kernels || !summable(dtype, pieces, n_pieces, n_payloads)) return CGX_ERROR_ARGUMENT;
   run(kernels->sum[dtype], SumTask{values, payloads, n_payloads, scale}, means->threads, pieces, n_pieces);
   return CGX_OK;
 }

@@ -128,7 +128,9 @@ inline uint32_t random_pair(const RandomKey& key, uint32_t pair) {
   return u ^ (u >> 16);
 }
 
-inline int64_t itemsize(int dtype) { return dtype == CGX_FLOAT64 ? 8 : dtype == CGX_FLOAT32 ? 4 : 2; }
+inline int64_t itemsize(int dtype) {
+  return dtype == CGX_FLOAT64 ? 8 : dtype == CGX_FLOAT32 ? 4 : dtype == CGX_BYTES ? 1 : 2;
+}
 
 // Where the parts of a piece's payload lie.
 struct PieceParts {

@@ -336,8 +336,9 @@ void wrong_arguments_are_refused() {
   for (int simd : {-1, 4, 1000}) refused("a level that does not exist", {simd, 1}, CGX_FLOAT32, p, 1);
   for (int simd = 0; simd < 4; ++simd)
     if (!cgx_simd_available(simd)) refused("a level that the processor lacks", {simd, 1}, CGX_FLOAT32, p, 1);
-  for (int dtype : {-1, 4}) refused("a type that does not exist", kOracle, dtype, p, 1);
+  for (int dtype : {-1, 5}) refused("a type that does not exist", kOracle, dtype, p, 1);
   refused("float64 at 4 bits", kOracle, CGX_FLOAT64, p, 1);
+  refused("bytes at 4 bits", kOracle, CGX_BYTES, p, 1);
   for (int64_t bits : {-1, 0, 9, 31, 33, 64}) refused("bits", kOracle, CGX_FLOAT32, with(&cgx_piece::bits, bits), 1);
   for (int64_t block : {-1, 0}) refused("block", kOracle, CGX_FLOAT32, with(&cgx_piece::block, block), 1);
   for (int64_t tail : {-1, 101}) refused("raw tail", kOracle, CGX_FLOAT32, with(&cgx_piece::raw_tail, tail), 1);
@@ -345,6 +346,30 @@ void wrong_arguments_are_refused() {
   refused("offset", kOracle, CGX_FLOAT32, with(&cgx_piece::offset, -1), 1);
   refused("payload", kOracle, CGX_FLOAT32, with(&cgx_piece::payload, -1), 1);
   refused("a reduction or a sum of nothing", kOracle, CGX_FLOAT32, p, 0);
+}
+
+// Bytes are copied as they are, by any number of threads, and never summed up.
+void bytes_are_copied() {
+  for (const int64_t numel : {int64_t{1}, int64_t{7}, int64_t{4097}, int64_t{300001}})
+    for (const int threads : {1, 3}) {
+      now_checking("%lld bytes, %d threads", static_cast<long long>(numel), threads);
+      const cgx_means means{cgx_best_simd(), threads};
+      const cgx_piece piece{3, numel, 8, numel, 1, 32};
+      const Bytes sent = make_garbage(numel + 3, uint64_t(numel)), zeros(size_t(numel + 3));
+      const int64_t slot_nbytes = cgx_piece_payload_nbytes(&piece, CGX_BYTES) + 8;
+      Buffer slot(kEnd, Bytes(size_t(slot_nbytes))), values(kEnd, zeros);
+      const uint8_t* payload = slot.data();
+      must(cgx_encode(&means, CGX_BYTES, &piece, 1, sent.data(), slot.data(), nullptr, nullptr));
+      must(cgx_decode(&means, CGX_BYTES, &piece, 1, slot.data(), values.data(), 0));
+      Bytes expected = sent;
+      std::fill(expected.begin(), expected.begin() + 3, uint8_t{0});
+      if (values.content() != expected) fail("other bytes came out");
+      if (cgx_decode(&means, CGX_BYTES, &piece, 1, slot.data(), values.data(), 1) >= 0) fail("decode added them");
+      if (cgx_sum(&means, CGX_BYTES, &piece, 1, values.data(), &payload, 1, 1) >= 0) fail("sum took them");
+      if (cgx_reduce(&means, CGX_BYTES, &piece, 1, values.data(), &payload, 1, 1, slot.data(), nullptr, nullptr) >= 0)
+        fail("reduce took them");
+      ++cases;
+    }
 }
 
 // What checksum() returns on every architecture. It changes with the wire format and with its cases, and with nothing
@@ -387,6 +412,7 @@ constexpr Group kGroups[] = {
     {"residuals say what was lost", residuals_say_what_was_lost},
     {"sums are own values and then payloads in order", sums_are_own_values_and_then_payloads_in_order},
     {"wrong arguments are refused", wrong_arguments_are_refused},
+    {"bytes are copied", bytes_are_copied},
 };
 
 }  // namespace

@@ -18,6 +18,7 @@ __all__ = [
     "check_output",
     "first_of",
     "laid_out_like",
+    "overlap",
     "sharing_memory",
     "strides_hash",
 ]
@@ -94,6 +95,9 @@ def first_of(operation: str, tensors: Sequence[Tensor]) -> Tensor:
 
 def copy_values(target: Tensor, source: Tensor) -> None:
     """Copy into a tensor that may be one of inference mode, wherever this is called."""
+    if not target.is_inference():  # to enter the mode takes longer than to copy a small tensor
+        target.copy_(source)
+        return
     with torch.inference_mode():
         target.copy_(source)
 
@@ -104,6 +108,12 @@ def waited_for(tensor: Tensor) -> Tensor:
         return tensor
     waited: Tensor = tensor.trigger_wait()
     return waited
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether two dense tensors of one device have a byte in common, or may have, where views interleave."""
+    (first, first_end), (second, second_end) = _span(a), _span(b)
+    return first < second_end and second < first_end
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> list[bool]:
@@ -131,8 +141,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
         return 0, 1
     if tensor.numel() == 0:
         return tensor.data_ptr(), tensor.data_ptr()
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+    start, reach = tensor.data_ptr(), tensor.numel() - 1
+    if not tensor.is_contiguous():
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
 
 
 def _may_overlap(tensor: Tensor) -> bool:

@@ -18,13 +18,21 @@ from torch_cgx.plan.algorithms import (
     Topology,
     all_gather,
     all_to_all,
+    exchange,
     hierarchical,
     reduce_scatter,
     ring,
     scatter_reduce_allgather,
 )
 from torch_cgx.plan.algorithms.hierarchical import most_shares
-from torch_cgx.plan.checker import Report, check, check_all_gather, check_reduce_scatter
+from torch_cgx.plan.checker import (
+    Report,
+    check,
+    check_all_gather,
+    check_broadcast,
+    check_exchange,
+    check_reduce_scatter,
+)
 from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
 from torch_cgx.plan.programs import programs_for
 
@@ -184,6 +192,57 @@ def test_shares_are_of_ranks_not_of_nodes(algorithm: str) -> None:
     """Where several ranks are on one node the programs are the same: there is no hierarchy of shares."""
     with pytest.raises(ValueError, match=f"expected SRA or RING, got {algorithm}"):
         Topology(algorithm, (0, 0, 1))
+
+
+# ---- broadcast and exchange: values are only moved ----
+
+PLACES = [(0,), (0, 1), (0, 0), (0, 1, 2, 3, 4), (0, 0, 1, 1), (0, 1, 0, 2, 1), (3, 3, 3, 1), (0, 1, 1, 1, 2, 2)]
+
+
+@pytest.mark.parametrize("nodes", PLACES, ids=str)
+def test_a_broadcast_reaches_all_ranks_and_sends_each_node_every_value_once(nodes: tuple[int, ...]) -> None:
+    for root in range(len(nodes)):
+        topology = Topology.broadcast(nodes, root)
+        for nonempty in product((False, True), repeat=topology.n_chunks):
+            report = check_broadcast(programs(topology, list(nonempty)), root, [NBYTES] * topology.n_chunks)
+            across = [m for m in report.sent if nodes[m.sender] != nodes[m.receiver]]
+            assert len(across) == sum(nonempty) * (len(set(nodes)) - 1)
+            assert all(nodes[message.receiver] != nodes[root] for message in across)
+            assert len(report.sent) == sum(nonempty) * (len(nodes) - 1)
+            # Between nodes nobody sends more than all chunks.
+            assert all(sum(m.sender == rank for m in across) <= topology.n_chunks for rank in range(len(nodes)))
+
+
+@pytest.mark.parametrize("world", range(1, 13))
+def test_an_exchange_sends_every_peer_its_share_alone(world: int) -> None:
+    report = check_exchange(programs(Topology.flat("EXCHANGE", world)), [NBYTES] * world)
+    assert report.sent_nbytes == ((world - 1) * NBYTES,) * world
+    assert all(message.receiver == message.chunk and message.exact for message in report.sent)
+
+
+def test_an_exchange_of_nothing_does_nothing_and_shares_of_different_lengths_are_refused() -> None:
+    assert exchange.program([False, False], 0, 2) == ()
+    with pytest.raises(ValueError, match="expected all of one length"):
+        exchange.program([True, False], 0, 2)
+
+
+@pytest.mark.parametrize("nodes", [(0, 1), (0, 0), (0, 0, 1, 1), (0, 1, 2)], ids=str)
+def test_no_step_that_moves_values_can_be_left_out(nodes: tuple[int, ...]) -> None:
+    for topology in (Topology.broadcast(nodes, 1), Topology.flat("EXCHANGE", len(nodes))):
+        made = programs(topology)
+        for rank, steps in enumerate(made):
+            for left_out in range(len(steps)):
+                broken = list(made)
+                broken[rank] = steps[:left_out] + steps[left_out + 1 :]
+                with pytest.raises(ProgramError):
+                    check_exchange(broken) if topology.root is None else check_broadcast(broken, 1)
+
+
+def test_a_broadcast_of_chunks_or_from_a_root_that_do_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="chunks: expected 2, got 1"):
+        Topology.broadcast((0, 1, 2), 0).program([True], 0)
+    with pytest.raises(ValueError, match="rank: expected 0 to 1, got 2"):
+        Topology.broadcast((0, 1), 2).program([True], 0)
 
 
 def expected_quantizations(topology: Topology, sizes: list[int]) -> dict[int, int]:
@@ -385,6 +444,7 @@ def test_they_are_registered_by_the_names_that_the_variables_use() -> None:
         "ALL_TO_ALL": all_to_all.program,
         "REDUCE_SCATTER": reduce_scatter.program,
         "ALL_GATHER": all_gather.program,
+        "EXCHANGE": exchange.program,
     }
 
 
@@ -408,7 +468,7 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "nodes", "shares", "text"),
     [
-        ("TREE", (0, 1), 1, "expected SRA, RING, ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER, got TREE"),
+        ("TREE", (0, 1), 1, "expected SRA, RING, ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER, EXCHANGE, got TREE"),
         ("SRA", (), 1, "expected one for each rank, got none"),
         ("SRA", (0, 0, 1), 2, "expected 1 to 1, the ranks of the smallest node, got 2"),
         ("SRA", (0, 0, 1), 0, "expected 1 to 1, the ranks of the smallest node, got 0"),

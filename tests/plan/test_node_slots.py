@@ -14,7 +14,8 @@ TOPOLOGIES = [
     (topology, nodes)
     for nodes in NODES
     for topology in (
-        *(Topology.flat(name, len(nodes)) for name in ("SRA", "REDUCE_SCATTER", "ALL_GATHER")),
+        *(Topology.flat(name, len(nodes)) for name in ("SRA", "REDUCE_SCATTER", "ALL_GATHER", "EXCHANGE")),
+        *(Topology.broadcast(nodes, root) for root in (0, len(nodes) - 1)),
         *(Topology(name, nodes, compress_inside=inside) for name in ("SRA", "RING") for inside in (True, False)),
     )
 ]

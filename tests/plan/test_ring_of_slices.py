@@ -287,3 +287,13 @@ def test_nor_do_they_with_another_lag(algorithm: str, lag: int) -> None:
     plans = tables_of(case, full_slices(topology, 40), lag)
     assert plans[0].ring == lag * depth_of(topology, full_slices(topology, 1)) + 2
     assert not stuck_ranks(plans, case.nodes, plans[0].ring, Random(lag))
+
+
+@pytest.mark.parametrize("nodes", [(0, 1), (0, 1, 2, 3, 4), (0, 0, 1, 1), (0, 1, 0, 2, 1, 1), (3, 1, 1, 1)], ids=str)
+def test_nor_do_they_where_values_are_only_moved(nodes: tuple[int, ...]) -> None:
+    roots = range(len(nodes))
+    for topology in (Topology.flat("EXCHANGE", len(nodes)), *(Topology.broadcast(nodes, root) for root in roots)):
+        case = Case(topology, nodes)
+        plans = tables_of(case, full_slices(topology, 30))
+        for seed, streams in enumerate((1, 2)):
+            assert not stuck_ranks(plans, nodes, plans[0].ring, Random(seed), streams), case

@@ -27,7 +27,7 @@ __all__ = [
     "shares_memory",
 ]
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 _log = logging.getLogger("torch_cgx")
 

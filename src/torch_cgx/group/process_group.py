@@ -42,9 +42,9 @@ from torch_cgx.group.cuda import CudaSide, Engine, cuda_engine, cuda_problem, op
 from torch_cgx.group.dynamo import skip_package
 from torch_cgx.group.futures import Completions
 from torch_cgx.group.layer_table import LayerTable
+from torch_cgx.group.moves import Moves
 from torch_cgx.group.reducers import MessageReducer, Reducer, SharedReducer
 from torch_cgx.group.requests import Place, Request
-from torch_cgx.group.shares import Shares
 from torch_cgx.group.trace_signal import listen
 from torch_cgx.group.work import CarriedWork, CompositeWork, DoneWork, EndOf
 from torch_cgx.inquiry import Inquiry
@@ -70,7 +70,7 @@ def live_groups() -> list[ProcessGroupCGX]:
     return [group for group in list(_groups) if not group.is_closed]
 
 
-class ProcessGroupCGX(Shares):
+class ProcessGroupCGX(Moves):
     """One rank's end of a process group with backend "cgx"."""
 
     def __init__(

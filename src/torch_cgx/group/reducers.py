@@ -70,7 +70,9 @@ class SharedReducer:
     def __init__(self, shared: SharedGroup, place: Place, topology: Topology) -> None:
         self._shared = shared
         self._place = place
-        self._topologies: dict[str | None, Topology] = {name: Topology.flat(name, place.world) for name in IN_SHARES}
+        self._topologies: dict[object, Topology] = {
+            name: Topology.flat(name, place.world) for name in (*IN_SHARES, "EXCHANGE")
+        }
         self._topologies[None] = topology
         self._lock = threading.Lock()
         self._prepared: dict[object, Prepared] = {}
@@ -80,11 +82,12 @@ class SharedReducer:
 
     def submit(self, request: Request) -> PolledWork:
         tensor = request.tensor
-        note_change(request)
+        if request.root != self._place.rank:  # a root only reads its values
+            note_change(request)
         key = (
             *(request.operation, tensor.shape, tensor.stride(), tensor.dtype),
             *(request.reduction, request.compression, request.layers, self._place.layers.version),
-            *(request.stochastic, request.in_shares, request.factor, request.shape),
+            *(request.stochastic, request.algorithm, request.factor, request.shape, request.root),
         )
         prepared = self._prepared.get(key) or self._prepare(key, request)
         # Partial sums, of a ring or a node, would be rounded to 16 bits, and might overflow.
@@ -120,11 +123,19 @@ class SharedReducer:
         """Return how allreduces go between ranks."""
         return self._topologies[None]
 
+    def _topology_for(self, request: Request) -> Topology:
+        key = request.algorithm if request.root is None else request.root
+        if key not in self._topologies:
+            assert request.root is not None
+            self._topologies[key] = Topology.broadcast(self._shared.nodes, request.root)
+        return self._topologies[key]
+
     def _is_widened(self, request: Request) -> bool:
         """Return whether a request is carried out on a float32 copy: its sums are made in several steps."""
-        topology = self._topologies[request.in_shares]
+        topology = self._topology_for(request)
         several = topology.algorithm == "RING" or not topology.is_flat
-        return self._shared.linked and several and request.tensor.element_size() == 2
+        narrow = request.tensor.element_size() == 2 and not request.only_moves
+        return self._shared.linked and several and narrow
 
     def release(self, completed: int) -> None:
         """Let go of the tensors of operations up to this number, which are done."""
@@ -143,8 +154,8 @@ class SharedReducer:
         plan = make_plan(
             layers,
             place.rank,
-            self._topologies[request.in_shares],
-            torch.float32 if self._is_widened(request) else tensor.dtype,
+            self._topology_for(request),
+            torch.float32 if self._is_widened(request) else torch.uint8 if request.only_moves else tensor.dtype,
             nodes=self._shared.nodes,
             slice_nbytes=place.settings.fusion_nbytes,
             limit_nbytes=self._shared.limit_nbytes,
@@ -198,8 +209,8 @@ class MessageReducer:
     def submit(self, request: Request) -> JobWork:
         tensor, place = request.tensor, self._place
         nbytes = tensor.numel() * tensor.element_size()
-        if request.in_shares is not None:
-            meanings = self._share_meanings[request.in_shares]
+        if request.algorithm is not None:
+            meanings = self._share_meanings[request.algorithm]
         else:
             meanings = self._tiny_meanings if nbytes * place.world <= _TINY_NBYTES else self._meanings
         slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes, meanings.topology)

@@ -42,6 +42,7 @@ __all__ = [
     "stable_hash",
 ]
 
+_MOVING = ("ALL_GATHER", "EXCHANGE", "BROADCAST")
 PREPARED = 1024  # kept a group; a training has a few dozen shapes
 
 
@@ -49,7 +50,8 @@ PREPARED = 1024  # kept a group; a training has a few dozen shapes
 class Request:
     """One tensor to be reduced in place by SUM or AVG; dense, not empty, of a type that the kernels know.
 
-    Or, with `in_shares`, a tensor of one share a rank: to be summed up into `share`, or gathered in place.
+    Or, with `algorithm`, another operation: on a tensor of one share a rank, to be summed up into `share`, gathered in
+    place, or exchanged for the other ranks' shares; or on a tensor of any type, to be broadcast from a root.
     """
 
     operation: str  # what the user called, for the board
@@ -62,10 +64,18 @@ class Request:
     layers: tuple[Layer, ...] | None = None  # what the tensor, or each share of it, consists of; None: as registered
     residual: Tensor | None = None  # float32, as long, contiguous: gets what this rank's encoding loses
     stochastic: bool | None = None  # None: as the group's settings say
-    in_shares: str | None = None  # REDUCE_SCATTER or ALL_GATHER; None: an allreduce
-    share: Tensor | None = None  # of a reduce-scatter: holds this rank's own values of its share, and gets the sum
+    algorithm: str | None = None  # REDUCE_SCATTER, ALL_GATHER, EXCHANGE or BROADCAST; None: an allreduce
+    # Of a reduce-scatter: holds this rank's own values of its share, and gets the sum. Of an exchange: gets all shares
+    # but its own.
+    share: Tensor | None = None
     factor: float = 1.0  # the sum is multiplied by it, as PREMUL_SUM asks
     shape: tuple[int, ...] | None = None  # of what the user called with, for the board; None: the tensor's
+    root: int | None = None  # of a broadcast
+
+    @property
+    def only_moves(self) -> bool:
+        """Return whether values are neither computed with nor compressed: their type is then of no account."""
+        return self.algorithm in _MOVING and self.compression.bits == 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +105,15 @@ def call_of(request: Request, place: Place) -> _native.Call:
         return collective_call("barrier")
     tensor, compression = request.tensor, request.compression
     plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
-    plain = plain or (request.in_shares is not None and compression.bits == 32)
+    plain = plain or (request.algorithm is not None and compression.bits == 32)
     told = (tensor.stride(), place.cut(request), *((request.factor,) if request.factor != 1.0 else ()))
     return collective_call(
         request.operation,
         tensor.dtype,
         tuple(tensor.shape) if request.shape is None else request.shape,
         reduction=request.reduction,
-        bits=compression.bits,
+        root=-1 if request.root is None else request.root,
+        bits=0 if request.only_moves else compression.bits,
         block=0 if compression.bits == 32 else compression.block,
         layout=0 if plain and tensor.is_contiguous() else stable_hash(told),
     )

@@ -1,8 +1,8 @@
 """Reduce-scatters and all-gathers, of tensors of which every rank has a share. No arithmetic.
 
 Nothing but `torch_cgx.compressed` or a caller with layers of his own (FSDP2's) compresses them. Exact ones of CPU
-tensors run as the same programs where the native engine is there. All else continues as it does without this: the
-reduce-scatter as an allreduce of a copy, the all-gather by Gloo or NCCL.
+tensors run as the same programs where the native engine is there, all-gathers of all types. All else continues as it
+does without this: the reduce-scatter as an allreduce of a copy, the all-gather by Gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch_cgx.group.calls import options_from, premultiplier, reduction_name
 from torch_cgx.group.requests import Request
 from torch_cgx.group.work import CompositeWork, DoneWork
 from torch_cgx.plan.layout import Layer
-from torch_cgx.tensors import check_input, check_output, copy_values, sharing_memory, waited_for
+from torch_cgx.tensors import check_input, check_output, copy_values, overlap, waited_for
 
-__all__ = ["Shares"]
+__all__ = ["Shares", "exact_bytes_of"]
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -106,12 +106,15 @@ class Shares(Allreduces):
         output, shares = into[0], given[0]
         compression = self._asked_of_shares(output, output.numel(), reduction_name(opts.reduceOp))
         alike = len(shares) == self._world and all(_same_kind(share, output) for share in shares)
-        if compression.bits == 32 or not alike or self._side(output) is not None:
+        exact = compression.bits == 32
+        ours = not exact or (self._has_engine_for(output) and self._is_ours(output, reduction_name(opts.reduceOp)))
+        if not ours or not alike or self._side(output) is not None:
             return super().reduce_scatter(outputs, inputs, opts, *more)
         for share in shares:
             check_input("reduce_scatter", share)
         together = torch.cat([share.detach().reshape(-1) for share in shares])
-        return self._reduce_scatter_shares(output, together, self._one_layer(output, compression), opts, compression)
+        layers = _exact_layer_of(output.numel()) if exact else self._one_layer(output, compression)
+        return self._reduce_scatter_shares(output, together, layers, opts, compression)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
         into, given = ([outputs], [inputs]) if isinstance(inputs, Tensor) else (outputs, inputs)
@@ -120,13 +123,19 @@ class Shares(Allreduces):
         input, shares = given[0], into[0]
         compression = self._asked_of_shares(input, input.numel())
         alike = len(shares) == self._world and all(_same_kind(share, input) for share in shares)
-        if compression.bits == 32 or not alike or self._side(input) is not None:
+        exact = compression.bits == 32
+        # Gloo wants one shape, too; what it refuses is refused for all types alike.
+        ours = not exact or (self._has_engine_for(input) and all(share.shape == input.shape for share in shares))
+        if not ours or not alike or self._side(input) is not None:
             return super().allgather(outputs, inputs, opts, *more)
+        if exact:
+            check_input("all_gather", input)
         for share in shares:
             check_output("all_gather", share)
         opts = opts if isinstance(opts, c10d.AllgatherOptions) else c10d.AllgatherOptions()
         together = torch.empty((self._world, input.numel()), dtype=input.dtype, device=input.device)
-        work = self._all_gather_shares(together, input, self._one_layer(input, compression), opts, compression)
+        layers = exact_bytes_of(input) if exact else self._one_layer(input, compression)
+        work = self._all_gather_shares(together, input, layers, opts, compression)
 
         def hand_out() -> None:
             for share, gathered in zip(shares, together, strict=True):
@@ -137,7 +146,8 @@ class Shares(Allreduces):
     # ---- exact ones ----
 
     def _reduce_scatter_exactly(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        if not self._is_engines(output, input, reduction_name(opts.reduceOp)):
+        reduction = reduction_name(opts.reduceOp)
+        if not (self._is_engines(output, input) and self._is_ours(input, reduction)):
             return super()._reduce_scatter_base(output, input, opts)
         return self._reduce_scatter_shares(output, input, _exact_layer_of(output.numel()), opts, EXACT)
 
@@ -145,19 +155,25 @@ class Shares(Allreduces):
         # Only what Gloo takes, no stack of inputs say: then all dtypes behave alike.
         if not self._is_engines(input, output) or not _is_concatenation(output, input, self._world):
             return super()._allgather_base(output, input, opts)
-        return self._all_gather_shares(output, input, _exact_layer_of(input.numel()), opts, EXACT)
+        return self._all_gather_shares(output, input, exact_bytes_of(input), opts, EXACT)
 
-    def _is_engines(self, share: Tensor, whole: Tensor, reduction: str = "SUM") -> bool:
+    def _is_engines(self, share: Tensor, whole: Tensor) -> bool:
         """Return whether the native engine carries these exactly. A call that is wrong is left for torch to refuse."""
         return (
-            self._shared is not None
-            and not (share.is_nested or whole.is_nested)  # strided, but without a shape
-            and 0 < share.numel() * self._world == whole.numel()
+            self._has_engine_for(share)
+            and self._has_engine_for(whole)
+            and share.numel() * self._world == whole.numel()
             and share.dtype is whole.dtype
-            and share.device == whole.device
-            and self._side(whole) is None
-            and self._is_ours(whole, reduction)
-            and self._is_ours(share, reduction)
+        )
+
+    def _has_engine_for(self, tensor: Tensor) -> bool:
+        """Return whether the native engine can move this tensor's values, whatever they are."""
+        return (
+            self._shared is not None
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and not tensor.is_nested  # strided, but without a shape
+            and tensor.numel() > 0
         )
 
     # ---- what they have in common ----
@@ -195,12 +211,12 @@ class Shares(Allreduces):
         share = output.detach() if _lies_flat(output) else torch.empty_like(output, memory_format=_CONTIGUOUS)
         share = share.view(-1)
         if share.data_ptr() != values.view(self._world, -1)[self._rank].data_ptr():
-            if any(sharing_memory([values, share])):  # the sum would be written over what is still to be sent
+            if overlap(values, share):  # the sum would be written over what is still to be sent
                 values = values.clone()
             copy_values(share, values.view(self._world, -1)[self._rank])
         reduction = reduction_name(opts.reduceOp)
         request = self._request(operation, values, [output], reduction, compression, opts, layers, stochastic)
-        request.in_shares, request.share = "REDUCE_SCATTER", share
+        request.algorithm, request.share = "REDUCE_SCATTER", share
         request.factor = premultiplier(opts.reduceOp)
         if self._reducer_for(values) is None and request.factor != 1.0:  # alone
             copy_values(share, share * request.factor)
@@ -221,9 +237,9 @@ class Shares(Allreduces):
         values = gathered.view(-1)
         mine = values.view(self._world, -1)[self._rank].view(input.shape)
         if mine.data_ptr() != input.data_ptr() or not _lies_flat(input):
-            copy_values(mine, input.detach().clone() if any(sharing_memory([values, input])) else input.detach())
+            copy_values(mine, input.detach().clone() if overlap(values, input) else input.detach())
         request = self._request(operation, values, [output], None, compression, opts, layers, stochastic)
-        request.in_shares, request.shape = "ALL_GATHER", tuple(input.shape)
+        request.algorithm, request.shape = "ALL_GATHER", tuple(input.shape)
         return self._submit(request, output, gathered)
 
     def _check_pair(self, operation: str, share: Tensor, whole: Tensor, output: Tensor) -> None:
@@ -278,7 +294,7 @@ _CONTIGUOUS = torch.contiguous_format
 
 def _lies_flat(tensor: Tensor) -> bool:
     """Whether its memory holds its values, one after the other."""
-    return tensor.is_contiguous() and not tensor.is_neg()
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 @lru_cache(maxsize=1024)
@@ -290,6 +306,11 @@ def _layer_of(numel: int, compression: Compression, skip_incomplete: bool) -> tu
 @lru_cache(maxsize=1024)
 def _exact_layer_of(numel: int) -> tuple[Layer, ...]:
     return (Layer(numel, Identity()),)
+
+
+def exact_bytes_of(share: Tensor) -> tuple[Layer, ...]:
+    """Return the only layer of values that are moved as they are."""
+    return _exact_layer_of(share.numel() * share.element_size())
 
 
 def _options(kind: Any, op: Any, asynchronous: bool) -> Any:

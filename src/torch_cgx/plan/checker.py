@@ -1,4 +1,4 @@
-"""Proves programs right: that those of all ranks make one allreduce, one reduce-scatter or one all-gather.
+"""Proves programs right: that those of all ranks make one allreduce, reduce-scatter, all-gather, broadcast or exchange.
 
 They are run without values: what is followed is whose contributions a slot or a chunk holds, how often each was
 quantized, and from which payload its bits come.
@@ -14,7 +14,15 @@ from typing import NamedTuple
 from torch_cgx.errors import ProgramError
 from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
 
-__all__ = ["Message", "Report", "check", "check_all_gather", "check_reduce_scatter"]
+__all__ = [
+    "Message",
+    "Report",
+    "check",
+    "check_all_gather",
+    "check_broadcast",
+    "check_exchange",
+    "check_reduce_scatter",
+]
 
 
 class Message(NamedTuple):
@@ -78,9 +86,45 @@ def check_all_gather(programs: Sequence[Program], chunk_nbytes: Sequence[int] | 
     return _report(ranks, _check_gathered(ranks), chunk_nbytes)
 
 
-def _run(programs: Sequence[Program]) -> list[_Rank]:
+def check_broadcast(programs: Sequence[Program], root: int, chunk_nbytes: Sequence[int] | None = None) -> Report:
+    """Prove that the programs make one broadcast.
+
+    That is 1 and 2 of `check`, that in the end all ranks but the root hold every chunk from an exact payload of the
+    root's values, and that the root only reads its own.
+    """
+    ranks = _run(programs)
+    for chunk in _touched(ranks):
+        for rank in ranks:
+            if (rank.rank == root) is (rank.value(chunk).origin is not None):
+                raise ProgramError(f"chunk {chunk}: rank {rank.rank} ends with {rank.value(chunk).origin}")
+            _check_from(rank.value(chunk), root, chunk)
+    return _report(ranks, {}, chunk_nbytes, chunk_nbytes)
+
+
+def check_exchange(programs: Sequence[Program], chunk_nbytes: Sequence[int] | None = None) -> Report:
+    """Prove that the programs make one exchange.
+
+    That is 1 and 2 of `check`, where a payload may be decoded over another chunk, and that in the end rank r holds in
+    chunk c what rank c held in chunk r, exactly.
+    """
+    ranks = _run(programs, moving=True)
+    for rank in ranks:
+        for chunk in _touched(ranks):
+            _check_from(rank.value(chunk), chunk, rank.rank)
+    return _report(ranks, {}, chunk_nbytes, chunk_nbytes)
+
+
+def _check_from(content: _Content, source: int, chunk: int) -> None:
+    """Raise unless these are the values that one rank had of a chunk, never quantized."""
+    if content.quantizations != {source: 0} or content.chunk != chunk:
+        held = f"chunk {content.chunk} of {content.quantizations}"
+        raise ProgramError(f"chunk {chunk}: expected the values of rank {source}, exactly, got {held}")
+
+
+def _run(programs: Sequence[Program], *, moving: bool = False) -> list[_Rank]:
+    """`moving`: whether a payload may be decoded over another chunk than it was made of."""
     _check_messages(programs)
-    ranks = [_Rank(rank, program) for rank, program in enumerate(programs)]
+    ranks = [_Rank(rank, program, moving) for rank, program in enumerate(programs)]
     _simulate(ranks)
     return ranks
 
@@ -135,6 +179,7 @@ class _Rank:
 
     rank: int
     program: Program
+    moving: bool = False
     position: int = 0
     slots: dict[str, _Content] = field(default_factory=dict)
     values: dict[int, _Content] = field(default_factory=dict)
@@ -153,7 +198,7 @@ class _Rank:
 
     def read_chunk(self, slot: str, chunk: int) -> _Content:
         content = self.read(slot)
-        if content.chunk != chunk:
+        if content.chunk != chunk and not self.moving:
             raise self.fail(f"slot {slot} holds chunk {content.chunk}, not {chunk}")
         return content
 

@@ -15,7 +15,7 @@ __all__ = ["NodeSlot", "NodeSlots", "SharedSlot", "layout_for", "node_slots_for"
 
 def layout_for(topology: Topology, layers: Sequence[Layer], itemsize: int, slice_nbytes: int) -> Layout:
     """How a tensor is cut for the programs of a topology. Where ranks have shares, the layers are those of one."""
-    make = make_shares_layout if topology.algorithm in IN_SHARES else make_layout
+    make = make_shares_layout if topology.algorithm in (*IN_SHARES, "EXCHANGE") else make_layout
     return make(layers, topology.n_chunks, itemsize, slice_nbytes)
 
 

@@ -37,6 +37,7 @@ __all__ = ["Plan", "Prepared", "SharedGroup", "Tables", "make_plan"]
 PENDING = 1
 _ALIGNMENT = 64  # bytes: no two slots share a cache line
 _MARK_NBYTES = 16  # by which a rank tells its node that a payload is there
+_BYTES = 4  # a dtype of csrc/include/cgx.h: values that are only moved
 _KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5, Add: 6}
 _ERRORS: dict[int, type[CGXError]] = {
     -1: CGXTimeoutError,
@@ -85,7 +86,7 @@ class Plan:
         lib = _native.library()
         assert lib is not None
         self._free = lib.cgx_plan_free
-        self.handle = tables.build(lib, DTYPES[dtype])
+        self.handle = tables.build(lib, _BYTES if dtype is torch.uint8 else DTYPES[dtype])
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

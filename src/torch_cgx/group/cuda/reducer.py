@@ -77,7 +77,7 @@ class CudaReducer:
 
     def submit(self, request: Request) -> StreamWork:
         place, where = self._place, request.tensor.device
-        meanings = self._meanings if request.in_shares is None else self._share_meanings[request.in_shares]
+        meanings = self._meanings if request.algorithm is None else self._share_meanings[request.algorithm]
         meaning = meanings.of(request, self._slice_nbytes(request))
         reduction = make_reduction(request, meaning, place, meanings.topology)
         with self._lock:

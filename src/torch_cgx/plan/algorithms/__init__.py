@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torch_cgx.plan.algorithms import (
     all_gather,
     all_to_all,
+    broadcast,
+    exchange,
     hierarchical,
     reduce_scatter,
     ring,
@@ -25,13 +27,14 @@ __all__ = ["ALGORITHMS", "IN_SHARES", "N_CHUNKS", "Algorithm", "Topology"]
 Algorithm = Callable[[Sequence[bool], int, int], Program]
 
 # By the names that CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE have; ALL_TO_ALL is for tiny buffers. The last
-# two are no allreduces.
+# three are no allreduces.
 ALGORITHMS: Mapping[str, Algorithm] = {
     "SRA": scatter_reduce_allgather.program,
     "RING": ring.program,
     "ALL_TO_ALL": all_to_all.program,
     "REDUCE_SCATTER": reduce_scatter.program,
     "ALL_GATHER": all_gather.program,
+    "EXCHANGE": exchange.program,
 }
 
 # world -> into how many chunks a slice is cut
@@ -41,9 +44,10 @@ N_CHUNKS: Mapping[str, Callable[[int], int]] = {
     "ALL_TO_ALL": all_to_all.n_chunks,
     "REDUCE_SCATTER": reduce_scatter.n_chunks,
     "ALL_GATHER": all_gather.n_chunks,
+    "EXCHANGE": exchange.n_chunks,
 }
 
-# Those whose chunks are of the ranks' shares: see `layout.make_shares_layout`.
+# Those that may be compressed and whose chunks are of the ranks' shares: see `layout.make_shares_layout`.
 IN_SHARES = ("REDUCE_SCATTER", "ALL_GATHER")
 
 
@@ -55,8 +59,11 @@ class Topology:
     nodes: tuple[int, ...]  # by rank; any numbers
     shares: int = 1  # how many ranks of each node speak for it
     compress_inside: bool = True  # False: exact within a node
+    root: int | None = None  # of a broadcast, which goes over nodes as they are; None: of all else
 
     def __post_init__(self) -> None:
+        if self.root is not None:
+            return
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm: expected {', '.join(ALGORITHMS)}, got {self.algorithm}")
         if not self.is_flat:
@@ -68,6 +75,11 @@ class Topology:
     def flat(cls, algorithm: str, world: int) -> Topology:
         """Every rank is a node of its own."""
         return cls(algorithm, tuple(range(world)))
+
+    @classmethod
+    def broadcast(cls, nodes: tuple[int, ...], root: int) -> Topology:
+        """From one rank to all others."""
+        return cls("BROADCAST", nodes, root=root)
 
     @property
     def world(self) -> int:
@@ -84,12 +96,16 @@ class Topology:
     @property
     def n_chunks(self) -> int:
         """Into how many chunks a slice is cut."""
+        if self.root is not None:
+            return broadcast.n_chunks(self.nodes)
         if self.is_flat:
             return N_CHUNKS[self.algorithm](self.world)
         return hierarchical.n_chunks(self.nodes, self.shares)
 
     def program(self, nonempty: Sequence[bool], rank: int) -> Program:
         """The steps of one rank."""
+        if self.root is not None:
+            return broadcast.program(nonempty, rank, self.nodes, self.root)
         if self.is_flat:
             return ALGORITHMS[self.algorithm](nonempty, rank, self.world)
         return hierarchical.program(
