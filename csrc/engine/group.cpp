@@ -221,10 +221,12 @@ int Group::run_queue(int64_t target, int64_t until_ns) {
 
 void Group::finish(const Operation& op) {
   if (linked_ && op.what.plan) base_ += static_cast<uint64_t>(op.what.plan->n_slices);
-  count(kOperations, op.what.plan != nullptr);
-  count(kCompressed, op.what.compressed);
-  count(kBefore, op.what.bytes_before);
-  count(kAfter, op.what.bytes_after);
+  if (op.what.plan && op.what.plan->dtype != CGX_BYTES) {  // what is only moved says nothing about compression
+    count(kOperations, 1);
+    count(kCompressed, op.what.compressed);
+    count(kBefore, op.what.bytes_before);
+    count(kAfter, op.what.bytes_after);
+  }
   cgx_record record = record_of(op, CGX_RECORD_DONE);
   record.finished_ns = now_ns();
   keep(record);

@@ -281,7 +281,8 @@ class Allreduces(ReduceScatters):
 
     def _profiled(self, request: Request, reducer: Reducer) -> Any:
         request.asynchronous = True
-        with record_function(f"cgx::{request.operation} {request.compression.bits} bits"):
+        bits = "" if request.only_moves else f" {request.compression.bits} bits"
+        with record_function(f"cgx::{request.operation}{bits}"):
             work = reducer.submit(request)
         if reducer is self._reducer:  # what runs on a device, the profiler sees there
             self._completions.watch(work, f"cgx::run {request.operation}")

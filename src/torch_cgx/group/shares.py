@@ -170,6 +170,7 @@ class Shares(Allreduces):
         """Return whether the native engine can move this tensor's values, whatever they are."""
         return (
             self._shared is not None
+            and self._side(tensor) is None
             and tensor.device.type == "cpu"
             and tensor.layout is torch.strided
             and not tensor.is_nested  # strided, but without a shape
