@@ -1,6 +1,6 @@
 """Every fault over every transport: all others raise what is promised, in time, and nothing is left behind.
 
-`make test` runs those that end soon, on enough transports; the whole matrix is behind the marker. What a fault is, and
+`make test` runs those that end soon, on enough transports; most others are behind the marker. What a fault is, and
 what is promised, stands in `cases`. That nothing stays in /dev/shm is asserted after every test by a fixture;
 that no process does, by the nursery, which waits for all of them.
 """
@@ -49,6 +49,21 @@ SHORT = {
     ),
     "MPI": (),
 }
+# A case over MPI takes 10 s. What differs there is how ranks end, wait and are interrupted. That calls differ, or
+# that a hook raises, is found out before anything is sent, as over GLOO. `make faults` runs these over MPI, too.
+NOT_OVER_MPI = (
+    "exception in its DDP hook",
+    "another shape, exact",
+    "another dtype",
+    "another dtype, exact",
+    "other bits",
+    "another reduction",
+    "broadcast instead",
+    "broadcast instead, exact",
+    "out of memory while staging",
+    "Ctrl-C while encoding",
+    "destroys the group twice",
+)
 CASES = [
     pytest.param(
         *(name, transport),
@@ -57,7 +72,7 @@ CASES = [
     )
     for transport in WORLDS
     for name, fault in FAULTS.items()
-    if transport in fault.transports
+    if transport in fault.transports and not (transport == "MPI" and name in NOT_OVER_MPI)
 ]
 
 
