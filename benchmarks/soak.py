@@ -51,7 +51,17 @@ SAMPLES = 40  # of a short run, at most
 ALLOWED_GROWTH_NBYTES = 32 << 20  # of resident memory, besides a twentieth: allocators keep something
 CACHES_NBYTES = 160 << 20  # what layouts and plans may fill until each group has seen most shapes
 CACHES_FILL_S = 600
-KINDS = ("all_reduce", "all_reduce", "all_reduce", "coalesced", "reduce_scatter", "all_gather", "broadcast", "barrier")
+KINDS = (
+    "all_reduce",
+    "all_reduce",
+    "all_reduce",
+    "coalesced",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "exchange",
+    "barrier",
+)
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -284,6 +294,11 @@ class Begun:
                     self._work = dist.all_gather_into_tensor(self.results[0], self._inputs[0], group, async_op=True)
                 case "broadcast":
                     self._work = dist.broadcast(own, ranks[order.number % world], group, async_op=True)
+                case "exchange":
+                    part = -(-order.numel // world)
+                    self._inputs = [values(order, self._index, part * world)]
+                    self.results = [torch.empty(part * world, dtype=order.dtype)]
+                    self._work = dist.all_to_all_single(self.results[0], self._inputs[0], group=group, async_op=True)
                 case _:
                     self.results = []
                     self._work = dist.barrier(group, async_op=True)
@@ -316,6 +331,10 @@ class Begun:
             case "all_gather":
                 parts = zip(self.results[0].chunk(world), each, strict=True)
                 return max(largest_difference(part, wanted) for part, wanted in parts), 0.0
+            case "exchange":
+                part = self.results[0].numel() // world
+                pairs = zip(self.results[0].chunk(world), each, strict=True)
+                return max(largest_difference(got, wanted.roll(-self._index * part)) for got, wanted in pairs), 0.0
             case "broadcast":
                 return largest_difference(self.results[0], each[order.number % world]), 0.0
             case _:

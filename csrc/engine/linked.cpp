@@ -238,13 +238,18 @@ void Group::noise_arrived(int64_t peer) {
 // ---- waiting ----
 
 void Group::pump() {
-  for (const auto& link : links_) {
-    if (!link) continue;
-    for (Stream& stream : link->streams()) {
-      if (stream.has_queued()) stream.send(*this);
-      if (!stream.has_ended()) stream.receive(*this);
+  uint64_t freed;
+  do {
+    freed = freed_.load(std::memory_order_relaxed);
+    for (const auto& link : links_) {
+      if (!link) continue;
+      for (Stream& stream : link->streams()) {
+        if (stream.has_queued()) stream.send(*this);
+        if (!stream.has_ended()) stream.receive(*this);
+      }
     }
-  }
+    // What has left made room, perhaps for a payload that waits in a stream before it. Nobody would wake us for that.
+  } while (freed_.load(std::memory_order_relaxed) != freed);
 }
 
 int Group::wait_on_links(Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer,

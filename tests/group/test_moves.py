@@ -100,6 +100,12 @@ def overlapping_tensors(me: Rank) -> None:
     memory = start + 100 * me.rank
     dist.all_to_all_single(memory[2:10], memory[:8])
     assert torch.equal(memory[2:10], expected)
+    # A negative view on one rank alone: all ranks must still go the same way.
+    values = torch._neg_view(start[:8].clone()) if me.rank else -start[:8]
+    into = torch._neg_view(torch.empty(8)) if me.rank else torch.empty(8)
+    assert values.is_neg() == into.is_neg() == bool(me.rank)
+    dist.all_to_all_single(into, values)
+    assert torch.equal(into, -torch.cat([start[4 * me.rank : 4 * me.rank + 4]] * 2))
     with pytest.raises(ValueError, match="without gaps"):
         dist.broadcast(torch.ones(4, 4)[:, ::2], 0)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
 from torch_cgx.group.allreduces import EXACT
-from torch_cgx.group.shares import Shares, exact_bytes_of
+from torch_cgx.group.shares import Shares, exact_bytes_of, lies_flat
 from torch_cgx.tensors import check_in_place, check_input, check_output, copy_values, overlap, waited_for
 
 __all__ = ["Moves"]
@@ -49,14 +50,16 @@ class Moves(Shares):
         output, input = waited_for(output), waited_for(input)
         check_input(operation, input)
         check_output(operation, output)
-        given = input.detach().clone() if overlap(output, input) else input.detach()
-        values, into = given.view(-1), output.detach().view(-1)
+        given = input.detach().resolve_neg().resolve_conj()
+        values = (given.clone() if overlap(output, input) else given).view(-1)
+        written = output.detach() if lies_flat(output) else torch.empty_like(output.detach().resolve_neg())
+        into = written.view(-1)
         mine = slice(self._rank * values.numel() // self._world, (self._rank + 1) * values.numel() // self._world)
         copy_values(into[mine], values[mine])
         layers = exact_bytes_of(values[mine])
         request = self._request(operation, values, [output], None, EXACT, opts, layers, None)
         request.algorithm, request.share = "EXCHANGE", into
-        return self._submit(request, output, output)
+        return self._submit(request, output, written)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
@@ -67,5 +70,4 @@ class Moves(Shares):
             and output.numel() == input.numel()
             and input.numel() % self._world == 0
             and output.dtype is input.dtype
-            and not (input.is_neg() or input.is_conj() or output.is_neg() or output.is_conj())
         )

@@ -26,7 +26,7 @@ from torch_cgx.group.work import CompositeWork, DoneWork
 from torch_cgx.plan.layout import Layer
 from torch_cgx.tensors import check_input, check_output, copy_values, overlap, waited_for
 
-__all__ = ["Shares", "exact_bytes_of"]
+__all__ = ["Shares", "exact_bytes_of", "lies_flat"]
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -209,7 +209,7 @@ class Shares(Allreduces):
         operation = "reduce_scatter_tensor"
         self._check_pair(operation, output, input, output)
         values = input.detach().resolve_neg().contiguous().view(-1)
-        share = output.detach() if _lies_flat(output) else torch.empty_like(output, memory_format=_CONTIGUOUS)
+        share = output.detach() if lies_flat(output) else torch.empty_like(output, memory_format=_CONTIGUOUS)
         share = share.view(-1)
         if share.data_ptr() != values.view(self._world, -1)[self._rank].data_ptr():
             if overlap(values, share):  # the sum would be written over what is still to be sent
@@ -234,10 +234,10 @@ class Shares(Allreduces):
     ) -> Any:
         operation = "all_gather_into_tensor"
         self._check_pair(operation, input, output, output)
-        gathered = output.detach() if _lies_flat(output) else torch.empty_like(output, memory_format=_CONTIGUOUS)
+        gathered = output.detach() if lies_flat(output) else torch.empty_like(output, memory_format=_CONTIGUOUS)
         values = gathered.view(-1)
         mine = values.view(self._world, -1)[self._rank].view(input.shape)
-        if mine.data_ptr() != input.data_ptr() or not _lies_flat(input):
+        if mine.data_ptr() != input.data_ptr() or not lies_flat(input):
             copy_values(mine, input.detach().clone() if overlap(values, input) else input.detach())
         request = self._request(operation, values, [output], None, compression, opts, layers, stochastic)
         request.algorithm, request.shape = "ALL_GATHER", tuple(input.shape)
@@ -253,7 +253,7 @@ class Shares(Allreduces):
                 f"{operation}: expected a tensor of {self._world} shares, one a rank, of {share.numel()} values of "
                 f"{share.dtype} on {share.device} each, got {whole.numel()} values of {whole.dtype} on {whole.device}"
             )
-        if self._side(share) is not None and not (_lies_flat(share) and _lies_flat(whole)):
+        if self._side(share) is not None and not (lies_flat(share) and lies_flat(whole)):
             raise ValueError(f"{operation}: expected contiguous CUDA tensors: call .contiguous() first")
 
     def _request(
@@ -293,7 +293,7 @@ class Shares(Allreduces):
 _CONTIGUOUS = torch.contiguous_format
 
 
-def _lies_flat(tensor: Tensor) -> bool:
+def lies_flat(tensor: Tensor) -> bool:
     """Whether its memory holds its values, one after the other."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
