@@ -123,7 +123,8 @@ class Group : private Receiver, private ControlListener {
   void begin_linked(Operation& op);
   void tell_call(const Operation& op, Link& link);
   int agree(Operation& op, int64_t until_ns);
-  int flush(Operation& op, int64_t until_ns);  // until all that was queued has left
+  int hear_calls(Operation& op, int64_t until_ns);  // of those to whom payloads only go
+  int flush(Operation& op, int64_t until_ns);       // until all that was queued has left
   int ensure_private(int64_t needed);
   bool has_room(int64_t slice) const;
   void set_mark(const Operation& op, const cgx_slot& slot);

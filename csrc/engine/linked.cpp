@@ -70,7 +70,8 @@ void Group::begin_linked(Operation& op) {
   placed_.assign(slots, false);
   if (!op.what.plan) return;
   // A rank that first waits for its own node tells others at once what it has called, so that nobody takes it for late.
-  // Else payloads tell, but to whom none is sent: ranks that wait for each other's broadcasts would never know.
+  // Otherwise the first payload carries the call. Peers that get no payload from this rank are told here: they wait for
+  // it in hear_calls.
   for (const int64_t peer : shares() ? op.what.plan->peers : op.what.plan->sources)
     if (Link* link = link_to(peer)) tell_call(op, *link);
 }
@@ -103,6 +104,18 @@ int Group::agree(Operation& op, int64_t until_ns) {
   }
   const int status = check(op.sequence);
   return status == CGX_OK ? flush(op, until_ns) : status;
+}
+
+// A root is not done before its peers have made the call. Until then it may not leave, and reads what they send.
+int Group::hear_calls(Operation& op, int64_t until_ns) {
+  for (const int64_t peer : op.what.plan->sinks) {
+    Link* link = link_to(peer);
+    if (!link) continue;
+    const int status = wait_for(op, link->called, static_cast<uint64_t>(op.sequence), peer, until_ns);
+    if (status != CGX_OK) return status;
+    if (board_.differs(peer, op.sequence, op.call)) return fail_mismatch(peer, op.sequence);
+  }
+  return CGX_OK;
 }
 
 int Group::flush(Operation& op, int64_t until_ns) { return wait_for(op, left_, queued_, peer_with_queue(), until_ns); }
@@ -224,7 +237,7 @@ void Group::call_arrived(int64_t peer, uint64_t sequence, const cgx_call& call) 
   if (sequence <= link.called.load(std::memory_order_relaxed)) return;  // by another stream
   board_.note_for(peer, static_cast<int64_t>(sequence), call);
   link.called.store(sequence, std::memory_order_release);
-  // A root is done before it hears of its peers' calls.
+  // Earlier calls, too: who needed nothing of this peer in its broadcast was done before the call arrived.
   const auto number = static_cast<int64_t>(sequence);
   if (current_ && number <= current_->sequence && board_.differs(peer, number)) fail_mismatch(peer, number);
 }

@@ -1,7 +1,6 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <iterator>
 #include <memory>
 #include <new>
 
@@ -77,7 +76,7 @@ void cgx_plan::index() {
   for (const cgx_slot& slot : slots) n_flags = std::max(n_flags, slot.flag + 1);
   in_slice_order = true;
   int64_t latest = 0;
-  std::vector<int64_t> targets;
+  std::vector<int64_t> givers, takers;
   const auto add = [](std::vector<int64_t>& ranks, int64_t rank) {
     if (!std::count(ranks.begin(), ranks.end(), rank)) ranks.push_back(rank);
   };
@@ -88,10 +87,14 @@ void cgx_plan::index() {
     latest = slice;
     if (step.kind == CGX_STEP_RECEIVE) from[static_cast<size_t>(step.slot)] = step.peer;
     if (step.kind == CGX_STEP_RECEIVE || step.kind == CGX_STEP_SEND) add(peers, step.peer);
-    if (step.kind == CGX_STEP_SEND) add(targets, step.peer);
+    if (step.kind == CGX_STEP_SEND) add(takers, step.peer);
+    if (step.kind == CGX_STEP_RECEIVE) add(givers, step.peer);
   }
-  std::copy_if(peers.begin(), peers.end(), std::back_inserter(sources),
-               [&](int64_t peer) { return !std::count(targets.begin(), targets.end(), peer); });
+  if (dtype != CGX_BYTES) return;  // where sums are made, every rank needs something of every other
+  for (const int64_t peer : peers) {
+    if (!std::count(takers.begin(), takers.end(), peer)) sources.push_back(peer);
+    if (!std::count(givers.begin(), givers.end(), peer)) sinks.push_back(peer);
+  }
 }
 
 cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,

@@ -20,7 +20,8 @@ struct cgx_plan {
   std::vector<int64_t> slice_steps;  // by slice: how many steps it has
   std::vector<int64_t> from;         // by slot: the peer that it is received from; -1: it is not
   std::vector<int64_t> peers;        // that payloads go to or come from
-  std::vector<int64_t> sources;      // those of them that payloads only come from
+  std::vector<int64_t> sources;      // of moved bytes: those of them that payloads only come from
+  std::vector<int64_t> sinks;        // of moved bytes: those of them that payloads only go to
   int64_t n_flags;                   // one more than the largest flag
   bool in_slice_order;
 

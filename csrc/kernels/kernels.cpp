@@ -135,7 +135,7 @@ void run(void (*kernel)(const Task&, const cgx_piece&, Span), const Task& task, 
   for (int64_t i = 0; i < n_pieces; ++i) kernel(task, pieces[i], {0, pieces[i].numel});
 }
 
-// Sums are of numbers.
+// Whether these can be summed up: bytes cannot.
 bool summable(int dtype, const cgx_piece* pieces, int64_t n_pieces, int64_t n_payloads) {
   return dtype != CGX_BYTES && n_payloads >= 1 && valid(dtype, pieces, n_pieces);
 }
@@ -144,6 +144,8 @@ void copy_in(const EncodeTask& task, const cgx_piece& piece, Span span) {
   std::memcpy(task.slot + piece.payload + span.first,
               static_cast<const uint8_t*>(task.values) + piece.offset + span.first,
               static_cast<size_t>(span.end - span.first));
+  const int64_t padding = cgx_piece_payload_nbytes(&piece, CGX_BYTES) - piece.numel;
+  if (span.end == piece.numel) std::memset(task.slot + piece.payload + piece.numel, 0, static_cast<size_t>(padding));
 }
 
 void copy_out(const DecodeTask& task, const cgx_piece& piece, Span span) {

@@ -357,13 +357,15 @@ void bytes_are_copied() {
       const cgx_piece piece{3, numel, 8, numel, 1, 32};
       const Bytes sent = make_garbage(numel + 3, uint64_t(numel)), zeros(size_t(numel + 3));
       const int64_t slot_nbytes = cgx_piece_payload_nbytes(&piece, CGX_BYTES) + 8;
-      Buffer slot(kEnd, Bytes(size_t(slot_nbytes))), values(kEnd, zeros);
+      Buffer slot(kEnd, Bytes(size_t(slot_nbytes), uint8_t{255})), values(kEnd, zeros);
       const uint8_t* payload = slot.data();
       must(cgx_encode(&means, CGX_BYTES, &piece, 1, sent.data(), slot.data(), nullptr, nullptr));
       must(cgx_decode(&means, CGX_BYTES, &piece, 1, slot.data(), values.data(), 0));
       Bytes expected = sent;
       std::fill(expected.begin(), expected.begin() + 3, uint8_t{0});
       if (values.content() != expected) fail("other bytes came out");
+      for (int64_t i = 8 + numel; i < slot_nbytes; ++i)
+        if (slot.data()[i] != 0) fail("padding is not cleared");
       if (cgx_decode(&means, CGX_BYTES, &piece, 1, slot.data(), values.data(), 1) >= 0) fail("decode added them");
       if (cgx_sum(&means, CGX_BYTES, &piece, 1, values.data(), &payload, 1, 1) >= 0) fail("sum took them");
       if (cgx_reduce(&means, CGX_BYTES, &piece, 1, values.data(), &payload, 1, 1, slot.data(), nullptr, nullptr) >= 0)

@@ -1,7 +1,8 @@
-"""Broadcasts, all-gathers and exchanges of all types: the engine's own, right to the bit, and refused as by gloo."""
+"""Broadcasts, all-gathers and exchanges of all types: the engine's own, right to the bit, never of the wrong root."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.harness import Rank, apart, needs_native, observe_ranks, run_ranks
+from torch_cgx.engines.recorder import process_recorder
 
 pytestmark = pytest.mark.ranks
 
@@ -133,16 +135,57 @@ def test_autograd_notices_the_change_where_there_is_one() -> None:
 
 
 def differs(me: Rank, roots: tuple[int, ...]) -> None:
+    dist.all_reduce(torch.ones(20))  # memory is there now, and nobody meets to make it
     dist.broadcast(torch.ones(20), roots[me.rank])
-    dist.all_reduce(torch.ones(21))  # two roots need nothing from each other, and find out here
+    dist.barrier()  # whoever needed nothing of the others finds out here at the latest
 
 
 @needs_native
-@pytest.mark.parametrize("rank_env", [{}, apart(2, "TCP")], ids=["shared memory", "links"])
-@pytest.mark.parametrize("roots", [(1, 0), (0, 1)], ids=["both wait", "both send"])
-def test_different_roots_are_named(roots: tuple[int, ...], rank_env: dict[int, dict[str, str]]) -> None:
-    outcomes = observe_ranks(differs, 2, "cgx", roots, rank_env=rank_env, group_timeout_s=20.0)
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("roots", [(1, 0, 0), (0, 1, 2), (0, 1, 0), (2, 2, 0)], ids=str)
+def test_different_roots_are_named(roots: tuple[int, ...], places: str) -> None:
+    outcomes = observe_ranks(differs, 3, "cgx", roots, rank_env=PLACES[places], group_timeout_s=20.0)
     for outcome in outcomes:
         assert not outcome.ok
-        assert {"MismatchError"} <= set(outcome.error_kinds)
-        assert all(f"broadcast(float32[20], root {root})" in outcome.message for root in (0, 1))
+        assert {"MismatchError", "PoisonedError"} & set(outcome.error_kinds), outcome.message
+        named = {root for root in roots if f"broadcast(float32[20], root {root})" in outcome.message}
+        assert len(named) > 1, outcome.message
+
+
+def leaves_early(me: Rank) -> None:
+    large = torch.full((1 << 20,), float(me.rank))
+    if me.rank:
+        time.sleep(1.0)
+    for _ in range(3):
+        small = torch.full((2,), float(me.rank))
+        dist.broadcast(small, 0)
+        assert small.tolist() == [0.0, 0.0]
+    dist.broadcast(large, 0)
+    assert not large.any()
+    dist.destroy_process_group()
+
+
+@needs_native
+@pytest.mark.parametrize("places", PLACES)
+def test_a_root_may_leave_as_soon_as_it_is_done(places: str) -> None:
+    run_ranks(leaves_early, 3, "cgx", rank_env=PLACES[places])
+
+
+def records(me: Rank) -> list[tuple[Any, ...]]:
+    dist.broadcast(torch.ones(2, 3), 1)
+    dist.all_gather_into_tensor(torch.empty(2 * me.world, 3), torch.ones(2, 3))
+    dist.all_gather([torch.empty(5) for _ in range(me.world)], torch.ones(5))
+    dist.reduce_scatter(torch.empty(4), [torch.ones(4) for _ in range(me.world)])
+    entries = process_recorder().as_dict("a test")["operations"][-4:]
+    return [(entry["operation"], list(entry["shape"]), entry["root"]) for entry in entries]
+
+
+@needs_native
+def test_the_flight_recorder_has_calls_as_they_were_made() -> None:
+    expected = [
+        ("broadcast", [2, 3], 1),
+        ("all_gather_into_tensor", [2, 3], None),
+        ("all_gather", [5], None),
+        ("reduce_scatter", [8], None),
+    ]
+    assert run_ranks(records, 2, "cgx") == [expected, expected]

@@ -261,9 +261,10 @@ class GroupRecorder:
         }
 
     def native_dict(self, number: int, key: tuple[Any, ...]) -> dict[str, Any]:
-        operation, shape, _, dtype, reduction, compression, *_ = key
+        operation, shape, _, dtype, reduction, compression, *_, called_with, root = key
         found = self._kept.get(number) or self._of_native(number)
-        what: What = (operation, dtype, shape, reduction, compression.bits, -1, None, None)
+        shape, root = shape if called_with is None else called_with, -1 if root is None else root
+        what: What = (operation, dtype, shape, reduction, compression.bits, root, None, None)
         if operation == "barrier":  # its values are nobody's business
             what = (operation, None, None, None, 0, -1, None, None)
         described = {**_described(what), "carrier": self.carrier, **found}

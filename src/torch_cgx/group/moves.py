@@ -1,7 +1,7 @@
 """Broadcasts and exchanges (all-to-alls) of CPU tensors, by the native engine where it is there. No arithmetic.
 
-Values are moved as they are, whatever their type. All else continues as it does without this, by Gloo or NCCL: tensors
-of other devices, parts of different sizes, groups without the native engine.
+Values are moved as they are, whatever their type. Gloo or NCCL carries the rest: tensors of other devices, parts whose
+sizes are given, and groups without the native engine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Moves(Shares):
         if not isinstance(opts, c10d.BroadcastOptions):
             root, opts = opts, c10d.BroadcastOptions()
             opts.rootRank = root or 0
-        is_known = 0 <= opts.rootRank < self._world  # else it is refused in words there
-        if len(tensors) != 1 or not is_known or not self._has_engine_for(tensors[0]):
+        tensors = [waited_for(tensor) for tensor in tensors]
+        is_usual = len(tensors) == 1 and 0 <= opts.rootRank < self._world and opts.rootTensor == 0
+        if not is_usual or not self._has_engine_for(tensors[0]):
             return super().broadcast(tensors, opts, timeout)
-        tensor = waited_for(tensors[0])
+        tensor = tensors[0]
         self._check_usable()
         check_in_place("broadcast", tensor)
         layers = exact_bytes_of(tensor)
@@ -42,12 +43,12 @@ class Moves(Shares):
         self, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None
     ) -> Any:
         opts = opts if opts is not None else c10d.AllToAllOptions()
+        output, input = waited_for(output), waited_for(input)
         # Sizes that are given may differ from rank to rank, and be equal on one by chance.
         if output_split_sizes or input_split_sizes or not self._are_exchangeable(output, input):
             return super().alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
         operation = "all_to_all_single"
         self._check_usable()
-        output, input = waited_for(output), waited_for(input)
         check_input(operation, input)
         check_output(operation, output)
         given = input.detach().resolve_neg().resolve_conj()

@@ -1,8 +1,8 @@
 """`ProcessGroupCGX`: what is compressed, in which order, and who carries it. No arithmetic.
 
 Every collective is first noted on the group's board, so that ranks that lose step find out. Then it goes to Gloo
-(CPU) or NCCL (CUDA), which this group registers in itself, except for what we make faster or smaller: the allreduce
-family, the reduce-scatters (which Gloo makes of allreduces too) and the barrier, which run as programs.
+(CPU) or NCCL (CUDA), which this group registers in itself, except for what we make faster or smaller, which runs as
+programs: allreduces, reduce-scatters, all-gathers, broadcasts, exchanges and the barrier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What carries out an allreduce, reduce-scatter or all-gather that is ours: over shared memory, or over messages.
+"""What carries out an operation that is ours: natively over shared memory and links, or over messages.
 
 Both take the same `Request` and return a handle. The backend decides what is asked of them; they decide nothing, but
 keep what can be kept between operations of the same shape.

@@ -74,7 +74,7 @@ class Request:
 
     @property
     def only_moves(self) -> bool:
-        """Return whether values are neither computed with nor compressed: their type is then of no account."""
+        """Return whether values are neither computed with nor compressed, so that they count as bytes."""
         return self.algorithm in _MOVING and self.compression.bits == 32
 
 
@@ -113,7 +113,7 @@ def call_of(request: Request, place: Place) -> _native.Call:
         tuple(tensor.shape) if request.shape is None else request.shape,
         reduction=request.reduction,
         root=-1 if request.root is None else request.root,
-        bits=0 if request.only_moves else compression.bits,
+        bits=0 if request.root is not None else compression.bits,
         block=0 if compression.bits == 32 else compression.block,
         layout=0 if plain and tensor.is_contiguous() else stable_hash(told),
     )

@@ -54,7 +54,9 @@ class Shares(Allreduces):
         ours = self._shares_are_ours(input, reduction_name(op))
         if not ours or (compression.bits == 32 and reduction_name(op) != "PREMUL_SUM"):
             return self._reduce_scatter_exactly(output, input, opts)
-        return self._reduce_scatter_shares(output, input, layers, opts, compression, stochastic)
+        return self._reduce_scatter_shares(
+            "reduce_scatter_tensor", output, input, layers, opts, compression, stochastic
+        )
 
     def all_gather_layers(
         self,
@@ -74,7 +76,7 @@ class Shares(Allreduces):
         _check_layers("all_gather_into_tensor", layers, input.numel())
         if not self._shares_are_ours(input) or compression.bits == 32:
             return self._all_gather_exactly(output, input, opts)
-        return self._all_gather_shares(output, input, layers, opts, compression, stochastic)
+        return self._all_gather_shares("all_gather_into_tensor", output, input, layers, opts, compression, stochastic)
 
     # ---- torch's methods ----
 
@@ -84,7 +86,9 @@ class Shares(Allreduces):
         compression = self._asked_of_shares(input, output.numel(), reduction_name(opts.reduceOp))
         if compression.bits == 32:
             return self._reduce_scatter_exactly(output, input, opts)
-        return self._reduce_scatter_shares(output, input, self._one_layer(output, compression), opts, compression)
+        return self._reduce_scatter_shares(
+            "reduce_scatter_tensor", output, input, self._one_layer(output, compression), opts, compression
+        )
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
@@ -94,7 +98,9 @@ class Shares(Allreduces):
         compression = self._asked_of_shares(input, input.numel())
         if compression.bits == 32:
             return self._all_gather_exactly(output, input, opts)
-        return self._all_gather_shares(output, input, self._one_layer(input, compression), opts, compression)
+        return self._all_gather_shares(
+            "all_gather_into_tensor", output, input, self._one_layer(input, compression), opts, compression
+        )
 
     all_gather_single = _allgather_base
 
@@ -103,7 +109,7 @@ class Shares(Allreduces):
         opts = options_from(c10d.ReduceScatterOptions, opts)
         if not len(into) == len(given) == 1:
             return super().reduce_scatter(outputs, inputs, opts, *more)
-        output, shares = into[0], given[0]
+        output, shares = waited_for(into[0]), [waited_for(share) for share in given[0]]
         compression = self._asked_of_shares(output, output.numel(), reduction_name(opts.reduceOp))
         alike = len(shares) == self._world and all(_same_kind(share, output) for share in shares)
         exact = compression.bits == 32
@@ -114,13 +120,13 @@ class Shares(Allreduces):
             check_input("reduce_scatter", share)
         together = torch.cat([share.detach().reshape(-1) for share in shares])
         layers = _exact_layer_of(output.numel()) if exact else self._one_layer(output, compression)
-        return self._reduce_scatter_shares(output, together, layers, opts, compression)
+        return self._reduce_scatter_shares("reduce_scatter", output, together, layers, opts, compression)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
         into, given = ([outputs], [inputs]) if isinstance(inputs, Tensor) else (outputs, inputs)
         if not len(into) == len(given) == 1:
             return super().allgather(outputs, inputs, opts, *more)
-        input, shares = given[0], into[0]
+        input, shares = waited_for(given[0]), [waited_for(share) for share in into[0]]
         compression = self._asked_of_shares(input, input.numel())
         alike = len(shares) == self._world and all(_same_kind(share, input) for share in shares)
         exact = compression.bits == 32
@@ -135,7 +141,7 @@ class Shares(Allreduces):
         opts = opts if isinstance(opts, c10d.AllgatherOptions) else c10d.AllgatherOptions()
         together = torch.empty((self._world, input.numel()), dtype=input.dtype, device=input.device)
         layers = exact_bytes_of(input) if exact else self._one_layer(input, compression)
-        work = self._all_gather_shares(together, input, layers, opts, compression)
+        work = self._all_gather_shares("all_gather", together, input, layers, opts, compression)
 
         def hand_out() -> None:
             for share, gathered in zip(shares, together, strict=True):
@@ -149,13 +155,15 @@ class Shares(Allreduces):
         reduction = reduction_name(opts.reduceOp)
         if not (self._is_engines(output, input) and self._is_ours(input, reduction)):
             return super()._reduce_scatter_base(output, input, opts)
-        return self._reduce_scatter_shares(output, input, _exact_layer_of(output.numel()), opts, EXACT)
+        return self._reduce_scatter_shares(
+            "reduce_scatter_tensor", output, input, _exact_layer_of(output.numel()), opts, EXACT
+        )
 
     def _all_gather_exactly(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         # Only what Gloo takes, no stack of inputs say: then all dtypes behave alike.
         if not self._is_engines(input, output) or not _is_concatenation(output, input, self._world):
             return super()._allgather_base(output, input, opts)
-        return self._all_gather_shares(output, input, exact_bytes_of(input), opts, EXACT)
+        return self._all_gather_shares("all_gather_into_tensor", output, input, exact_bytes_of(input), opts, EXACT)
 
     def _is_engines(self, share: Tensor, whole: Tensor) -> bool:
         """Return whether the native engine carries these exactly. A call that is wrong is left for torch to refuse."""
@@ -175,6 +183,7 @@ class Shares(Allreduces):
             and tensor.layout is torch.strided
             and not tensor.is_nested  # strided, but without a shape
             and tensor.numel() > 0
+            and tensor.data_ptr() != 0  # a subclass that only wraps others
         )
 
     # ---- what they have in common ----
@@ -199,6 +208,7 @@ class Shares(Allreduces):
 
     def _reduce_scatter_shares(
         self,
+        operation: str,
         output: Tensor,
         input: Tensor,
         layers: tuple[Layer, ...],
@@ -206,7 +216,6 @@ class Shares(Allreduces):
         compression: Compression,
         stochastic: bool | None = None,
     ) -> Any:
-        operation = "reduce_scatter_tensor"
         self._check_pair(operation, output, input, output)
         values = input.detach().resolve_neg().contiguous().view(-1)
         share = output.detach() if lies_flat(output) else torch.empty_like(output, memory_format=_CONTIGUOUS)
@@ -225,6 +234,7 @@ class Shares(Allreduces):
 
     def _all_gather_shares(
         self,
+        operation: str,
         output: Tensor,
         input: Tensor,
         layers: tuple[Layer, ...],
@@ -232,7 +242,6 @@ class Shares(Allreduces):
         compression: Compression,
         stochastic: bool | None = None,
     ) -> Any:
-        operation = "all_gather_into_tensor"
         self._check_pair(operation, input, output, output)
         gathered = output.detach() if lies_flat(output) else torch.empty_like(output, memory_format=_CONTIGUOUS)
         values = gathered.view(-1)
@@ -295,7 +304,7 @@ _CONTIGUOUS = torch.contiguous_format
 
 def lies_flat(tensor: Tensor) -> bool:
     """Whether its memory holds its values, one after the other."""
-    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()) and tensor.data_ptr() != 0
 
 
 @lru_cache(maxsize=1024)

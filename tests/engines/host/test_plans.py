@@ -88,5 +88,5 @@ def test_a_ring_takes_no_more_than_the_slots_of_its_hops_and_sums() -> None:
 
 
 def test_a_program_that_the_native_executor_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected steps of SRA, RING or the hierarchy, got combine"):
+    with pytest.raises(ValueError, match="expected steps that the engine knows, got combine"):
         plan_for(4000, MaxMin(4, 64), 3, algorithm="ALL_TO_ALL")

@@ -64,6 +64,7 @@ PIPELINE_PAYLOAD_NBYTES = 1 << 20
 # alike.
 LINK_CHUNK_NBYTES = 256 << 10
 LINK_SLICES = 8
+MOVED_CHUNK_NBYTES = 128 << 10  # at least so much from a rank to another, of what is only moved through memory
 MOST_LAG = 4
 
 
@@ -143,7 +144,7 @@ class Tables:
         first_piece: dict[tuple[int, bool], int] = {}
         for step, level in zip(program, levels or [0] * len(program), strict=True):
             if isinstance(step, Combine):
-                raise ValueError(f"expected steps of SRA, RING or the hierarchy, got {step}")
+                raise ValueError(f"expected steps that the engine knows, got {step}")
             name = step.inputs[0] if isinstance(step, Sum) else step.slot
             assert node is None or name in node.found, f"no place for {name} on this node"
             row = [_KINDS[type(step)], first_slot + slots[name].index, 0, 0, 0, 0, 0, 0]
@@ -229,6 +230,10 @@ def make_plan(
     payload_nbytes = sum(layer.quantizer.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
     within_payload = PIPELINE_PAYLOAD_NBYTES * values_nbytes // max(payload_nbytes, 1)
     largest = LINK_CHUNK_NBYTES * topology.n_chunks if linked else min(pipeline_values_nbytes(world), within_payload)
+    if (
+        dtype is torch.uint8
+    ):  # an exchange has slots for all pairs of ranks: to make the tables of many slices takes long
+        largest = max(largest, world * MOVED_CHUNK_NBYTES)
     slice_nbytes = max(1, min(slice_nbytes, largest))
     while True:
         layout = layout_for(topology, layers, dtype.itemsize, slice_nbytes)

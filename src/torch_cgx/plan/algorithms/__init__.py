@@ -1,7 +1,8 @@
 """The algorithms: pure functions from (chunks, rank, world) to a program.
 
 They know neither values nor bytes nor who carries them. A new one is one file here and one line in each of the two
-tables. A `Topology` names an algorithm and where ranks are: all that decides about programs but for the chunks.
+tables, but for the hierarchy and the broadcast, which look at nodes. A `Topology` names an algorithm and where ranks
+are: all that decides about programs but for the chunks.
 """
 
 from __future__ import annotations

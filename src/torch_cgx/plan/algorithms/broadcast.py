@@ -24,7 +24,7 @@ def program(chunks_nonempty: Sequence[bool], rank: int, nodes: Sequence[int], ro
     """Return the steps of one rank. Nothing is done for an empty chunk, nor by the only rank of a world.
 
     1. The root encodes chunk after chunk, and sends each to its speaker and to all ranks of its own node.
-    2. A speaker receives its own chunk from the root, and sends it to all other speakers but the root.
+    2. A speaker receives its own chunk from the root, and sends it to all other speakers.
     3. It receives the other chunks from theirs. Each chunk it sends to all ranks of its node, and decodes.
     4. All others receive every chunk from the speaker of their node, or the root, and decode it.
     """
