@@ -31,7 +31,7 @@ Pattern = tuple[bool, ...]  # by chunk of a slice: whether it has values
 FLOAT32 = 0
 SEND, RECEIVE = 1, 2  # kinds of steps, as csrc/include/cgx.h numbers them
 ALGORITHMS = ("SRA", "RING", "REDUCE_SCATTER", "ALL_GATHER")
-MOST_RANKS, MOST_NODES = 10, 4
+MOST_RANKS, MOST_NODES = 12, 4
 FULL = Chunk((), nbytes=1, itemsize=4)
 EMPTY = Chunk((), nbytes=0, itemsize=4)
 
@@ -78,7 +78,7 @@ def cases() -> Iterator[Any]:
                 for algorithm in ("SRA", "RING")
                 for shares in {1, sizes[-1]}
             ]
-            chosen = sizes in ([2, 2], [3, 2, 1], [3, 3, 3])
+            chosen = sizes in ([2, 2], [3, 2, 1], [4, 4, 4])
             yield from (pytest.param(case, marks=() if chosen else pytest.mark.matrix) for case in found)
 
 
