@@ -126,7 +126,8 @@ def test_what_the_native_group_knows_is_kept_when_the_group_ends(tmp_path: Path)
     named = torch.nn.Module()
     named.group_name = "7"
     group.attach(named, "SHM", FakeNative())
-    key = ("all_reduce", torch.Size([8]), (1,), torch.float32, "SUM", Compression(bits=32), None, 0, None)
+    called = ("all_reduce", torch.Size([8]), (1,), torch.float32, "SUM", Compression(bits=32))
+    key = (*called, None, 0, None, None, 1.0, None, None)  # as SharedReducer makes it: a shape and a root come last
     group.append((group, 3, key))
     group.close()
     del named
