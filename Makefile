@@ -41,10 +41,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FFCV := $(VENV)/.ffcv-installed
-# Tests run side by side, but for those that are marked `alone`; the tests of one file share what is slow to make. One
-# worker more than two cores: with two a fifth of them was idle, while tests wait for ranks. Exit code 5: of PYTEST_ARGS'
-# tests, none is there.
-WORKERS ?= 3
+# Tests run side by side, but for those that are marked `alone`; the tests of one file share what is slow to make. Exit
+# code 5: of PYTEST_ARGS' tests, none is there.
+WORKERS ?= 2
 BY_FILE := --dist loadfile --no-loadscope-reorder # in the order of tests/conftest.py
 PYTEST = pytest_in() { timeout --foreground --kill-after=30 $(TEST_LIMIT_S) $(BIN)/python -m pytest "$$@" || test $$? = 5; }; pytest_in
 # Today's folder for this machine. Found out once, and only by targets that store something.

@@ -273,8 +273,9 @@ def fails_for_good(me: Rank) -> None:
     dist.all_reduce(noise(me.rank, 5000))
     me.meet("all have reduced")
     group.kernels.fails_at = "encode"
+    # Whoever fails first closes its connections. The other may notice that before it comes to its own kernel.
     for _ in range(2):
-        with pytest.raises(torch_cgx.CGXError, match="illegal memory access"):
+        with pytest.raises(torch_cgx.CGXError, match=r"illegal memory access|Connection closed by peer"):
             dist.all_reduce(noise(me.rank, 5000))
 
 
