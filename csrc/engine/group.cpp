@@ -221,7 +221,7 @@ int Group::run_queue(int64_t target, int64_t until_ns) {
 
 void Group::finish(const Operation& op) {
   if (linked_ && op.what.plan) base_ += static_cast<uint64_t>(op.what.plan->n_slices);
-  if (op.what.plan && op.what.plan->dtype != CGX_BYTES) {  // what is only moved says nothing about compression
+  if (op.what.plan && op.what.plan->dtype != CGX_BYTES) {  // statistics are of what could be compressed
     count(kOperations, 1);
     count(kCompressed, op.what.compressed);
     count(kBefore, op.what.bytes_before);
@@ -341,7 +341,7 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
       timed(kEncodeNs);
       break;
     case CGX_STEP_SEND:
-      count(kSent, slot.nbytes);
+      if (plan.dtype != CGX_BYTES) count(kSent, slot.nbytes);
       op.sent_nbytes += slot.nbytes;
       if (linked_) {
         if (link_to(step.peer)) {

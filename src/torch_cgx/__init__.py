@@ -81,7 +81,7 @@ def stats(group: Any = None) -> dict[str, float]:
     Returns:
         `operations` and `compressed_operations`; `bytes_before` and `bytes_after` (of tensors that were compressed);
             `bytes_sent` (to all peers); seconds: `encode_s`, `wait_s`, `reduce_s`, `decode_s`. Operations that only
-            move values, a broadcast say, count in `bytes_sent` and seconds alone.
+            move values, such as a broadcast, add to the seconds and to nothing else.
     """
     return _cgx_group(group).stats()
 

@@ -1,4 +1,4 @@
-"""What carries out an operation that is ours: natively over shared memory and links, or over messages.
+"""Reducers carry out the collectives that cgx runs itself: natively over shared memory and links, or over messages.
 
 Both take the same `Request` and return a handle. The backend decides what is asked of them; they decide nothing, but
 keep what can be kept between operations of the same shape.
