@@ -6,8 +6,8 @@ Two ranks reduce 1 KB exactly, again and again, in turns with and without the de
 
 - over shared memory: the time of writing a call on the board, by calling it; and a whole all_reduce beside one of the
   same group whose every operation is noted twice, so that the difference is one note more;
-- without shared memory: the time of `Inquiry.note`, and a whole all_reduce that Gloo carries, with the comparison that
-  goes before it and without.
+- without the native library: the time of `Inquiry.note`, and a whole all_reduce that Gloo carries, with the comparison
+  that goes before it and without.
 
 Medians over rounds, and the quartiles of the differences.
 """
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--doc", type=Path, help="write the result into this file, between its markers")
     arguments = parser.parse_args()
     found: dict[str, Any] = {"machine": f"{os.cpu_count()} cores", "torch": torch.__version__}
-    for where in ("shared memory", "messages"):
+    for where in ("shared memory", "Gloo"):
         queue = mp.get_context("spawn").SimpleQueue()
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         mp.spawn(rank_main, (where, store.port, queue), 2)
@@ -60,8 +60,10 @@ def rank_main(rank: int, where: str, port: int, queue: Any) -> None:
     import torch_cgx  # noqa: F401  (where it is not installed, importing torch does not register it)
 
     torch.set_num_threads(1)
-    if where == "messages":
-        os.environ["CGX_NODE_ID"] = f"host-{rank}"
+    if where == "Gloo":
+        from torch_cgx import _native
+
+        _native.shares_memory = lambda: False
     dist.init_process_group(
         "cgx",
         store=dist.TCPStore("127.0.0.1", port, None),
@@ -69,7 +71,7 @@ def rank_main(rank: int, where: str, port: int, queue: Any) -> None:
         world_size=2,
         timeout=timedelta(seconds=60),
     )
-    found = over_shared_memory() if where == "shared memory" else over_messages()
+    found = over_shared_memory() if where == "shared memory" else over_gloo()
     if rank == 0:
         queue.put(found)
     dist.destroy_process_group()
@@ -92,7 +94,7 @@ def over_shared_memory() -> dict[str, float]:
     return found | compared(plain, noted_twice, x)
 
 
-def over_messages() -> dict[str, float]:
+def over_gloo() -> dict[str, float]:
     group: Any = dist.group.WORLD
     call = prepared_call()
     inquiry, starter = group._inquiry, group._starter
@@ -159,7 +161,7 @@ def report(found: dict[str, Any]) -> str:
     ]
     titles = {
         "shared memory": "shared memory: one note on the board more",
-        "messages": "messages: Gloo's all_reduce, and the comparison before it",
+        "Gloo": "without the native library: Gloo's all_reduce, and the comparison before it",
     }
     for where, title in titles.items():
         each = found[where]

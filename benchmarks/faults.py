@@ -16,8 +16,8 @@ from markers import write_between
 
 TITLES = {
     "SHM": "cgx, shared memory",
-    "GLOO": "cgx, messages over Gloo",
-    "MPI": "cgx, messages over MPI",
+    "GLOO": "cgx, without the native library",
+    "MPI": "cgx, MPI",
     "HIERARCHY": "cgx, 2 nodes of 2 ranks",
     "gloo": "gloo",
 }

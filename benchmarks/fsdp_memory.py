@@ -4,7 +4,7 @@
 
 Trains the examples' GPT, sharded block by block on two ranks, for a few steps: one of 10.7 million parameters and one
 of 63.9 million; exactly on gloo and on cgx, and compressed, within one host (shared memory) and as between hosts
-(messages). Every run has processes of its own. Prints the peak of a rank's resident size (VmHWM, with pages of shared
+(links). Every run has processes of its own. Prints the peak of a rank's resident size (VmHWM, with pages of shared
 memory in it; the median of several runs, of the rank that has the most), and how much of it is above what the process
 had after a step of a tiny model: without Python, torch and their libraries, differences look larger. Losses must be
 those of gloo, or near them.
@@ -36,7 +36,7 @@ CONTESTANTS = {  # and whether ranks are on one host
     BASE: (BASE, True),
     "cgx exact": ("cgx exact", True),
     "cgx 8/4": ("cgx 8/4", True),
-    "cgx 8/4, messages": ("cgx 8/4", False),
+    "cgx 8/4, links": ("cgx 8/4", False),
 }
 BUCKET_SIZE = 1024
 WORLD = 2

@@ -3,7 +3,7 @@
     python benchmarks/memory.py --operations 10000 --json FILE
 
 Prints, as JSON, each rank's resident bytes after a tenth, a half and all of the operations, and the most it ever had.
-Not a test: it takes minutes. Each rank gets a CGX_NODE_ID of its own, so that payloads travel as messages.
+Not a test: it takes minutes. Each rank gets a CGX_NODE_ID of its own, so that payloads travel over links.
 """
 
 from __future__ import annotations

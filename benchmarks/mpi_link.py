@@ -1,10 +1,10 @@
-"""The MPI transport against the Gloo transport on a link of 1 Gbit/s: compressed all_reduces between two test hosts.
+"""MPI against TCP on a link of 1 Gbit/s: compressed all_reduces between two test hosts.
 
     python benchmarks/mpi_link.py --mpiexec .venv/mpich/bin/mpiexec
 
 MPICH's mpiexec starts one rank on each host, by an agent that enters the host as ssh would. MPI goes over libfabric's
 TCP provider: left to itself it would notice that both hosts are one machine, and go around the link through memory.
-Turns of the two transports alternate; medians of all turns are printed. Needs root, as all test hosts do.
+Turns of the two alternate; medians of all turns are printed. Needs root, as all test hosts do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from statistics import median
 from results import write_json
 
 SIZES_MB = (4, 64)
-TRANSPORTS = ("GLOO", "MPI")
+CARRIERS = ("TCP", "MPI")
 WARM_UP = 3
 PORT = "29533"
 
@@ -54,24 +54,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mpiexec", type=Path, required=True, help="MPICH's")
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--turns", type=int, default=4, help="of each transport")
+    parser.add_argument("--turns", type=int, default=4, help="of each carrier")
     parser.add_argument("--repeats", type=int, default=20, help="a turn and size")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    times: dict[str, dict[str, list[float]]] = {name: {str(size): [] for size in SIZES_MB} for name in TRANSPORTS}
+    times: dict[str, dict[str, list[float]]] = {name: {str(size): [] for size in SIZES_MB} for name in CARRIERS}
     for _ in range(options.turns):
-        for name in TRANSPORTS:
+        for name in CARRIERS:
             for size, seconds in measure(options, name).items():
                 times[name][size] += seconds
     for size in map(str, SIZES_MB):
-        gloo, mpi = (median(times[name][size]) * 1e3 for name in TRANSPORTS)
-        print(f"{size} MB at {options.rate}: Gloo {gloo:.2f} ms, MPI {mpi:.2f} ms, MPI / Gloo {mpi / gloo:.2f}")
+        tcp, mpi = (median(times[name][size]) * 1e3 for name in CARRIERS)
+        print(f"{size} MB at {options.rate}: TCP {tcp:.2f} ms, MPI {mpi:.2f} ms, MPI / TCP {mpi / tcp:.2f}")
     if options.json:
         write_json(options.json, {"rate": options.rate, "seconds": times})
     return 0
 
 
-def measure(options: argparse.Namespace, transport: str) -> dict[str, list[float]]:
+def measure(options: argparse.Namespace, carrier: str) -> dict[str, list[float]]:
     from torch_cgx.cli.hosts import Hosts
 
     mpiexec = options.mpiexec.resolve()
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace, transport: str) -> dict[str, list[float
         "FI_PROVIDER": "tcp",
         "MASTER_PORT": PORT,
         "OMP_NUM_THREADS": "1",
-        "CGX_CROSS_COMMUNICATOR_TYPE": transport,
+        "CGX_CROSS_COMMUNICATOR_TYPE": carrier,
         "CGX_COMPRESSION_QUANTIZATION_BITS": "4",
         "CGX_COMPRESSION_BUCKET_SIZE": "1024",
     }

@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --minutes 20 --json FILE
 
-Four ranks with several groups of each kind (shared memory, Gloo messages, the hierarchy of two nodes of two; of all
+Four ranks with several groups of each kind (shared memory, links, the hierarchy of two nodes of two; of all
 ranks, of three, of two) draw from one seed, so that all of them make the same calls: operations of 1 byte to 256 MB,
 exact and of 1 to 8 bits, several in flight over groups in random order, some waited for in another order than they were
 begun in. Groups are made and destroyed meanwhile.
@@ -185,7 +185,7 @@ def make_places() -> list[Place]:
     """Groups by what carries them. CGX_NODE_ID, read when a group is made, tells ranks where they are."""
     me = dist.get_rank()
     everyone, places = tuple(range(WORLD)), []
-    nodes = {"shared memory": "", "messages": f"node-{me}", "hierarchy": f"node-{me // 2}"}
+    nodes = {"shared memory": "", "links": f"node-{me}", "hierarchy": f"node-{me // 2}"}
     for name, node in nodes.items():
         os.environ.pop("CGX_NODE_ID", None)
         if node:

@@ -37,7 +37,7 @@ def gloo() -> FakeGloo:
 
 @pytest.fixture
 def starter(gloo: FakeGloo) -> Iterator[Starter]:
-    made = Starter(gloo, SimpleNamespace())  # type: ignore[arg-type]
+    made = Starter(gloo, SimpleNamespace(), LIMIT)  # type: ignore[arg-type]
     yield made
     made.close()
 

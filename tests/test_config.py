@@ -62,27 +62,25 @@ def test_a_variable_sets_its_field_and_no_other(variable: str, value: str, field
 @pytest.mark.parametrize(
     ("inner", "cross", "on_cpu", "on_cuda"),
     [
-        ("", "", ("SHM", None), ("NCCL", "NCCL")),
-        ("nccl", "NCCL", ("SHM", None), ("NCCL", "NCCL")),
-        ("SHM", "", ("SHM", None), ("SHM", None)),
-        ("Gloo", "", ("GLOO", None), ("GLOO", None)),
-        ("MPI", "GLOO", ("MPI", "GLOO"), ("MPI", "GLOO")),
-        ("", "GLOO", ("SHM", "GLOO"), ("NCCL", "GLOO")),
-        ("SHM", "NCCL", ("SHM", None), ("SHM", "NCCL")),
-        ("tcp", "", ("TCP", None), ("NCCL", "NCCL")),
-        ("", "TCP", ("SHM", "TCP"), ("NCCL", "NCCL")),
-        ("TCP", "TCP", ("TCP", "TCP"), ("NCCL", "NCCL")),
-        ("GLOO", "TCP", ("GLOO", "TCP"), ("GLOO", None)),
-        ("TCP", "MPI", ("TCP", "MPI"), ("NCCL", "MPI")),
+        ("", "", ("SHM", None), "NCCL"),
+        ("nccl", "NCCL", ("SHM", None), "NCCL"),
+        ("SHM", "", ("SHM", None), "SHM"),
+        ("Gloo", "", ("GLOO", None), "NCCL"),
+        ("MPI", "GLOO", ("MPI", "GLOO"), "NCCL"),
+        ("", "GLOO", ("SHM", "GLOO"), "NCCL"),
+        ("SHM", "NCCL", ("SHM", None), "SHM"),
+        ("tcp", "", ("TCP", None), "NCCL"),
+        ("", "TCP", ("SHM", "TCP"), "NCCL"),
+        ("TCP", "MPI", ("TCP", "MPI"), "NCCL"),
     ],
 )
 def test_cuda_tensors_go_over_nccl_unless_told_otherwise_and_cpu_tensors_never(
-    inner: str, cross: str, on_cpu: tuple[str, str | None], on_cuda: tuple[str, str | None]
+    inner: str, cross: str, on_cpu: tuple[str, str | None], on_cuda: str
 ) -> None:
     given = {"CGX_INNER_COMMUNICATOR_TYPE": inner, "CGX_CROSS_COMMUNICATOR_TYPE": cross}
     settings = Settings.from_environ(given)
     assert (settings.inner_communicator, settings.cross_communicator) == on_cpu
-    assert (settings.cuda_inner_communicator, settings.cuda_cross_communicator) == on_cuda
+    assert settings.cuda_communicator == on_cuda
 
 
 @pytest.mark.parametrize(
@@ -182,8 +180,7 @@ def test_the_fingerprint_is_what_ranks_must_share_and_goes_through_json() -> Non
         "fusion_nbytes": 1,
         "inner_communicator": "GLOO",
         "cross_communicator": "MPI",
-        "cuda_inner_communicator": "SHM",
-        "cuda_cross_communicator": "GLOO",
+        "cuda_communicator": "SHM",
         "inner_reduction": "RING",
         "cross_reduction": "RING",
         "intra_broadcast": False,
@@ -192,25 +189,6 @@ def test_the_fingerprint_is_what_ranks_must_share_and_goes_through_json() -> Non
     }
     for name, other in others.items():
         assert Settings(**{name: other}).fingerprint() != mine.fingerprint()  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("inner", "cross", "on_one_host", "on_several"),
-    [
-        ("SHM", None, None, None),  # None: found out from how the ranks were started
-        ("SHM", "MPI", "MPI", "MPI"),
-        ("GLOO", None, "GLOO", None),
-        ("MPI", "GLOO", "MPI", "GLOO"),
-        ("TCP", None, "TCP", "TCP"),  # joins any two ranks
-        ("SHM", "TCP", "TCP", "TCP"),
-    ],
-)
-def test_one_host_without_shared_memory_takes_what_is_set_for_within_a_node(
-    inner: str, cross: str | None, on_one_host: str | None, on_several: str | None
-) -> None:
-    settings = Settings(inner_communicator=inner, cross_communicator=cross)
-    assert settings.message_transport(one_host=True) == on_one_host
-    assert settings.message_transport(one_host=False) == on_several
 
 
 def test_settings_do_not_change() -> None:

@@ -86,6 +86,12 @@ int cgx_group_link(cgx_group* group, int64_t peer, int64_t stream, int fd) try {
   return CGX_ERROR_ARGUMENT;
 }
 
+int cgx_group_link_mpi(cgx_group* group, int64_t peer, cgx_mpi* mpi, int tag) try {
+  return group->inner.link_by_mpi(peer, mpi, tag);
+} catch (const std::exception&) {
+  return CGX_ERROR_ARGUMENT;
+}
+
 int cgx_group_bell(cgx_group* group, int64_t peer, int fd) try {
   return group->inner.set_bell(peer, fd);
 } catch (const std::exception&) {

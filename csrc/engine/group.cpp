@@ -95,7 +95,10 @@ Group::~Group() {
   close();
   if (holder_bell_ >= 0) ::close(holder_bell_);
   if (thread_bell_ >= 0) ::close(thread_bell_);
-  if (getpid() != owner_pid_) return;  // a forked child has closed the others
+  if (getpid() != owner_pid_) {  // a forked child has closed the others, and has no MPI
+    (void)mpi_progress_.release();
+    return;
+  }
   if (bell_ >= 0) close_file(bell_);
   for (const int file : bells_)
     if (file >= 0) close_file(file);
@@ -229,6 +232,7 @@ void Group::finish(const Operation& op) {
   }
   cgx_record record = record_of(op, CGX_RECORD_DONE);
   record.finished_ns = now_ns();
+  finished_ns_.store(record.finished_ns, std::memory_order_relaxed);
   keep(record);
 }
 

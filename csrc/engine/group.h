@@ -59,6 +59,7 @@ class Group : private Receiver, private ControlListener {
   ~Group() override;
 
   int link(int64_t peer, int64_t stream, int file);
+  int link_by_mpi(int64_t peer, cgx_mpi* library, int tag);
   int set_bell(int64_t peer, int file);
 
   void start(const char* operations, const char* dtypes, const char* reductions);
@@ -120,6 +121,7 @@ class Group : private Receiver, private ControlListener {
   int map_segment(Operation& op, int64_t marks_nbytes, int64_t slots_nbytes, int64_t until_ns);
 
   // Links; only by the holder of the role, but for what the group's thread hears on control connections.
+  Link* open_link(int64_t peer);
   void begin_linked(Operation& op);
   void tell_call(const Operation& op, Link& link);
   int agree(Operation& op, int64_t until_ns);
@@ -138,6 +140,7 @@ class Group : private Receiver, private ControlListener {
   void sleep_on_links(int64_t nap_ns);
   int look_for_link_trouble(Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer);
   void work_linked();
+  int progress_mpi();
   void ring_holder();
   bool is_lost(int64_t peer, int64_t sequence, int64_t slice) const;
   std::string link_state(int64_t peer) const;
@@ -200,6 +203,9 @@ class Group : private Receiver, private ControlListener {
   std::vector<int64_t> linked_peers_;           // whose control connection is there; with queue_mutex_ held
   std::vector<int64_t> thread_peers_;           // the same, as the group's thread knows them
   std::vector<pollfd> pollfds_;                 // of the holder
+  cgx_mpi* mpi_ = nullptr;                      // where some links go over it
+  std::unique_ptr<MpiProgress> mpi_progress_;   // used by the group's thread; set with queue_mutex_ held
+  std::atomic<int64_t> finished_ns_{0};         // when the last operation was done
   int holder_bell_ = -1, thread_bell_ = -1;     // eventfds
   int bell_ = -1;                               // a pipe that ranks of this node write to while this one sleeps
   std::vector<int> bells_;                      // by rank: the other end of theirs; -1: not of this node

@@ -26,14 +26,35 @@ constexpr int64_t kDrainNs = 1000000000;    // for the data of a peer whose cont
 constexpr int64_t kPingNs = 1000000000;     // between two questions to a peer that is waited for
 constexpr int64_t kPatienceNs = 500000000;  // for an answer
 constexpr size_t kPoisonTextNbytes = 1500;
+// Over MPI nothing wakes a rank that waits, and bytes move only while it looks.
+constexpr int64_t kShortNapNs = 20000, kLongestShortNapNs = 200000;
 
 }  // namespace
 
-int Group::link(int64_t peer, int64_t stream, int file) {
-  if (!linked_ || peer < 0 || peer >= world_ || file < 0) return CGX_ERROR_ARGUMENT;
-  if (std::count(home_.begin(), home_.end(), peer)) return CGX_ERROR_ARGUMENT;
+// A new link, or one that gets another stream; NULL: to a rank that needs none.
+Link* Group::open_link(int64_t peer) {
+  if (!linked_ || peer < 0 || peer >= world_ || std::count(home_.begin(), home_.end(), peer)) return nullptr;
   std::unique_ptr<Link>& link = links_[static_cast<size_t>(peer)];
   if (!link) link = std::make_unique<Link>(peer);
+  return link.get();
+}
+
+int Group::link_by_mpi(int64_t peer, cgx_mpi* library, int tag) {
+  Link* link = open_link(peer);
+  if (!link || link->control() >= 0) return CGX_ERROR_ARGUMENT;
+  const Mpi mpi(*library);
+  link->add_stream(mpi, tag);
+  if (mpi_) return CGX_OK;
+  mpi_ = library;
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  mpi_progress_ = std::make_unique<MpiProgress>(mpi, static_cast<int>(rank_), tag);
+  eventfd_write(thread_bell_, 1);
+  return CGX_OK;
+}
+
+int Group::link(int64_t peer, int64_t stream, int file) {
+  Link* link = open_link(peer);
+  if (!link || file < 0) return CGX_ERROR_ARGUMENT;
   if (stream >= 0) {
     link->add_stream(file);
     return CGX_OK;
@@ -79,7 +100,7 @@ void Group::begin_linked(Operation& op) {
 void Group::tell_call(const Operation& op, Link& link) {
   Stream& stream = link.stream(0);
   const auto sequence = static_cast<uint64_t>(op.sequence);
-  if (stream.has_ended() || !link.tell(stream, sequence)) return;
+  if (stream.has_ended() || !link.tell(0, sequence)) return;
   ++queued_;
   stream.queue(sequence, op.fingerprint, &op.call, 0, -1, nullptr, 0);
 }
@@ -137,7 +158,7 @@ void Group::send_payload(Operation& op, const cgx_step& step, const cgx_slot& sl
   Link& link = *links_[static_cast<size_t>(step.peer)];
   Stream& stream = link.stream(slot.slice);
   const auto sequence = static_cast<uint64_t>(op.sequence);
-  const cgx_call* call = link.tell(stream, sequence) ? &op.call : nullptr;
+  const cgx_call* call = link.tell(slot.slice, sequence) ? &op.call : nullptr;
   if (!stream.has_ended()) {
     ++queued_;
     ++progress_[static_cast<size_t>(slot.slice)].unsent;
@@ -256,9 +277,9 @@ void Group::pump() {
     freed = freed_.load(std::memory_order_relaxed);
     for (const auto& link : links_) {
       if (!link) continue;
-      for (Stream& stream : link->streams()) {
-        if (stream.has_queued()) stream.send(*this);
-        if (!stream.has_ended()) stream.receive(*this);
+      for (const auto& stream : link->streams()) {
+        if (stream->has_queued()) stream->send(*this);
+        if (!stream->has_ended()) stream->receive(*this);
       }
     }
     // What has left made room, perhaps for a payload that waits in a stream before it. Nobody would wake us for that.
@@ -270,7 +291,8 @@ int Group::wait_on_links(Operation& op, const std::atomic<uint64_t>& word, uint6
   // A caller has nothing else to do. The group's thread works beside one that computes, and must not take its core.
   const int64_t spin_until_ns = thread_holds_ ? begin_ns : begin_ns + spin_ns_;
   bool told = false;
-  for (;;) {
+  for (int64_t nap_ns = mpi_ ? kShortNapNs : kNapNs;;
+       nap_ns = mpi_ ? std::min(2 * nap_ns, kLongestShortNapNs) : nap_ns) {
     pump();
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
     if (status_.load() != CGX_OK) return status_.load();
@@ -289,14 +311,14 @@ int Group::wait_on_links(Operation& op, const std::atomic<uint64_t>& word, uint6
     if (closed_.load()) return CGX_ERROR_CLOSED;
     if (now >= until_ns) return CGX_PENDING;
     if (!shares()) {
-      sleep_on_links(std::min(kNapNs, until_ns - now));
+      sleep_on_links(std::min(nap_ns, until_ns - now));
       continue;
     }
     // What a rank of this node stores after this is followed by a byte, and what it stored before is seen here.
     row(rank_).waits_on.store(static_cast<uint32_t>(peer) + 1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     pump();
-    if (word.load(std::memory_order_acquire) < value) sleep_on_links(std::min(kNapNs, until_ns - now));
+    if (word.load(std::memory_order_acquire) < value) sleep_on_links(std::min(nap_ns, until_ns - now));
     row(rank_).waits_on.store(0, std::memory_order_relaxed);
   }
 }
@@ -307,9 +329,10 @@ void Group::sleep_on_links(int64_t nap_ns) {
   pollfds_.push_back({bell_, POLLIN, 0});  // -1: not looked at
   for (const auto& link : links_) {
     if (!link) continue;
-    for (const Stream& stream : link->streams()) {
-      const int events = (stream.has_ended() || stream.is_held() ? 0 : POLLIN) | (stream.has_queued() ? POLLOUT : 0);
-      if (events) pollfds_.push_back({stream.file(), static_cast<short>(events), 0});
+    for (const auto& stream : link->streams()) {
+      const bool reads = !stream->has_ended() && !stream->is_held();
+      const int events = (reads ? POLLIN : 0) | (stream->has_queued() ? POLLOUT : 0);
+      if (events && stream->file() >= 0) pollfds_.push_back({stream->file(), static_cast<short>(events), 0});
     }
   }
   const size_t controls = pollfds_.size();
@@ -405,7 +428,7 @@ void Group::work_linked() {
     files.assign(1, {thread_bell_, POLLIN, 0});
     for (const int64_t peer : thread_peers_)
       files.push_back({links_[static_cast<size_t>(peer)]->control(), POLLIN, 0});  // -1: not looked at
-    if (poll(files.data(), files.size(), -1) < 0 && errno != EINTR) return;
+    if (poll(files.data(), files.size(), progress_mpi()) < 0 && errno != EINTR) return;
     eventfd_t rings;
     if (files[0].revents) eventfd_read(thread_bell_, &rings);
     bool heard = false;
@@ -432,6 +455,16 @@ void Group::work_linked() {
     std::lock_guard<std::mutex> lock(queue_mutex_);
     if (!queue_.empty() && !stopping_) wake_thread();
   }
+}
+
+// Lets MPI work where it must. Returns how long, in milliseconds, the thread may sleep then; -1: as long as it likes.
+int Group::progress_mpi() {
+  {
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    if (!mpi_progress_) return -1;
+  }
+  mpi_progress_->make();
+  return static_cast<int>(MpiProgress::pause_ns(now_ns() - finished_ns_.load(std::memory_order_relaxed)) / 1000000);
 }
 
 void Group::ring_holder() { eventfd_write(holder_bell_, 1); }
@@ -466,8 +499,11 @@ void Group::leave_links() {
   for (const auto& link : links_) {
     if (!link) continue;
     link->send_control(FrameKind::kLeave, latest_sequence(), "", 0);
-    link->close();
+    if (link->close()) continue;
+    data_.leak();  // MPI may still use it
+    mpi_->stranded = 1;
   }
+  mpi_progress_.reset();
 }
 
 }  // namespace cgx

@@ -1,8 +1,9 @@
 /* The native library of torch_cgx: quantizing kernels, and an executor that runs collective programs over shared
  * memory or over connections.
  *
- * A plain C ABI over raw pointers. It knows nothing of torch, Python or MPI; every count is 64-bit; no function throws.
- * Functions that can fail return a cgx_status; a group keeps the text of its first failure (cgx_group_error).
+ * A plain C ABI over raw pointers. It knows nothing of torch or Python, and of MPI what it is told; every count is
+ * 64-bit; no function throws. Functions that can fail return a cgx_status; a group keeps the text of its first failure
+ * (cgx_group_error).
  */
 #ifndef CGX_H
 #define CGX_H
@@ -15,7 +16,7 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 8
+#define CGX_ABI_VERSION 9
 
 /* Bytes are what is only moved: pieces of 32 bits alone, whose "values" are copied and never computed with. */
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3, CGX_BYTES = 4 } cgx_dtype;
@@ -229,6 +230,22 @@ CGX_API cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world,
 /* Hands over a connected, non-blocking socket to a peer, which is closed with the group, and in forked children at
  * once. stream: 0, 1, ... for data; -1 for the control connection, which is given last. */
 CGX_API int cgx_group_link(cgx_group* group, int64_t peer, int64_t stream, int fd);
+/* An MPI library: addresses of its functions, handles of its own width, and a communicator in which ranks have the
+ * group's numbers. It must allow calls from several threads, and its errors must be returned. */
+typedef struct cgx_mpi {
+  void* issend; /* of MPI_Issend, and so on */
+  void* irecv;
+  void* test;
+  void* cancel;
+  void* finalized;
+  uint64_t communicator;
+  uint64_t byte;    /* MPI_BYTE */
+  int64_t stranded; /* out: 1 once a group was closed while messages were under way; then MPI_Finalize might wait */
+} cgx_mpi;
+
+/* Adds a stream to a peer, in place of a data connection: messages with this tag and the next one, which nobody else
+ * may use between these two ranks. The library is used until the group is closed. */
+CGX_API int cgx_group_link_mpi(cgx_group* group, int64_t peer, cgx_mpi* mpi, int tag);
 /* Hands over, likewise, the end of a pipe by which this rank wakes a peer of its node; of its own rank: the end that it
  * sleeps on. */
 CGX_API int cgx_group_bell(cgx_group* group, int64_t peer, int fd);

@@ -49,7 +49,12 @@ Link::Link(int64_t peer) : peer_(peer), owner_pid_(getpid()) {}
 
 void Link::add_stream(int file) {
   close_in_children(file);
-  streams_.emplace_back(peer_, static_cast<uint8_t>(streams_.size()), file);
+  streams_.push_back(std::make_unique<SocketStream>(peer_, static_cast<uint8_t>(streams_.size()), file));
+  told_.push_back(0);
+}
+
+void Link::add_stream(const Mpi& mpi, int tag) {
+  streams_.push_back(std::make_unique<MpiStream>(peer_, static_cast<uint8_t>(streams_.size()), mpi, tag));
   told_.push_back(0);
 }
 
@@ -58,12 +63,18 @@ void Link::set_control(int file) {
   control_ = file;
 }
 
-void Link::close() {
-  // In a forked child they were closed at once: their numbers may be those of other files by now.
-  if (getpid() != owner_pid_) return;
-  for (Stream& stream : streams_) close_file(stream.file());
+bool Link::close() {
+  // In a forked child they were closed at once: their numbers may be those of other files by now. MPI does not survive
+  // fork either.
+  if (getpid() != owner_pid_) return true;
+  bool closed = true;
+  for (std::unique_ptr<Stream>& stream : streams_) {
+    if (stream->close()) continue;
+    (void)stream.release();  // its memory may still be used
+    closed = false;
+  }
   streams_.clear();
-  if (control_ < 0) return;
+  if (control_ < 0) return closed;
   std::lock_guard<std::mutex> lock(control_mutex_);
   // Unread bytes would make the kernel reset the connection, and the peer might lose what was said last.
   shutdown(control_, SHUT_WR);
@@ -72,25 +83,26 @@ void Link::close() {
   }
   close_file(control_);
   control_ = -1;
+  return closed;
 }
 
 bool Link::has_queued() const {
-  return std::any_of(streams_.begin(), streams_.end(), [](const Stream& each) { return each.has_queued(); });
+  return std::any_of(streams_.begin(), streams_.end(), [](const auto& each) { return each->has_queued(); });
 }
 
 bool Link::is_past(uint64_t sequence) const {
-  return std::all_of(streams_.begin(), streams_.end(), [=](const Stream& each) { return each.is_past(sequence); });
+  return std::all_of(streams_.begin(), streams_.end(), [=](const auto& each) { return each->is_past(sequence); });
 }
 
 int64_t Link::cut_ns() const {
   int64_t first_ns = 0;
-  for (const Stream& stream : streams_)
-    if (stream.has_ended() && (first_ns == 0 || stream.ended_ns() < first_ns)) first_ns = stream.ended_ns();
+  for (const auto& stream : streams_)
+    if (stream->has_ended() && (first_ns == 0 || stream->ended_ns() < first_ns)) first_ns = stream->ended_ns();
   return first_ns;
 }
 
-bool Link::tell(const Stream& stream, uint64_t sequence) {
-  uint64_t& told = told_[static_cast<size_t>(&stream - streams_.data())];
+bool Link::tell(int64_t slice, uint64_t sequence) {
+  uint64_t& told = told_[static_cast<size_t>(slice) % told_.size()];
   if (told == sequence) return false;
   told = sequence;
   return true;

@@ -5,10 +5,12 @@
 #pragma once
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "mpi.h"
 #include "stream.h"
 
 namespace cgx {
@@ -30,17 +32,19 @@ class Link {
   Link& operator=(const Link&) = delete;
 
   void add_stream(int file);
+  void add_stream(const Mpi& mpi, int tag);
   void set_control(int file);
-  void close();
+  // False: payloads may still be read or written after this.
+  bool close();
 
   // ---- by the holder of the role ----
-  Stream& stream(int64_t slice) { return streams_[static_cast<size_t>(slice) % streams_.size()]; }
-  std::vector<Stream>& streams() { return streams_; }
+  Stream& stream(int64_t slice) { return *streams_[static_cast<size_t>(slice) % streams_.size()]; }
+  const std::vector<std::unique_ptr<Stream>>& streams() const { return streams_; }
   bool has_queued() const;
   bool is_past(uint64_t sequence) const;  // no data of that operation can come any more
   int64_t cut_ns() const;                 // when the first of the data connections ended; 0: none has
-  // Whether this stream has not yet been given the call of that operation.
-  bool tell(const Stream& stream, uint64_t sequence);
+  // Whether the stream of this slice has not yet been given the call of that operation.
+  bool tell(int64_t slice, uint64_t sequence);
 
   // ---- by any thread ----
   void send_control(FrameKind kind, uint64_t sequence, const void* body, size_t nbytes);
@@ -66,7 +70,7 @@ class Link {
 
   const int64_t peer_;
   const int owner_pid_;
-  std::vector<Stream> streams_;
+  std::vector<std::unique_ptr<Stream>> streams_;
   std::vector<uint64_t> told_;  // by stream: the last operation whose call was sent
   int control_ = -1;
   std::mutex control_mutex_;    // of writers

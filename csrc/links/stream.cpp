@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "engine/waiting.h"
+#include "link.h"
 
 namespace cgx {
 namespace {
@@ -18,9 +19,8 @@ constexpr int kVectors = 16;  // of one sendmsg
 void Stream::queue(uint64_t sequence, uint64_t fingerprint, const cgx_call* call, uint32_t slot, int64_t slice,
                    const uint8_t* data, uint64_t nbytes) {
   if (ended_) return;
-  out_.emplace_back();
+  out_.emplace_back();  // all zeros: MPI sends heads whole
   Outgoing& out = out_.back();
-  out.head_nbytes = out.sent = 0;
   const auto put = [&](const void* bytes, size_t count) {
     std::memcpy(out.head + out.head_nbytes, bytes, count);
     out.head_nbytes += count;
@@ -39,7 +39,50 @@ void Stream::queue(uint64_t sequence, uint64_t fingerprint, const cgx_call* call
   out.slice = slice;
 }
 
-void Stream::send(Receiver& receiver) {
+void Stream::end(int error) {
+  if (!ended_) ended_ns_ = now_ns();
+  ended_ = true;
+  held_ = false;
+  error_ = error;
+}
+
+void Stream::drop_queued(Receiver& receiver) {
+  while (!out_.empty()) {
+    const int64_t slice = out_.front().slice;
+    out_.pop_front();
+    receiver.frame_left(slice);
+  }
+}
+
+bool Stream::is_whole(Receiver& receiver) {
+  const bool known =
+      header_.kind == FrameKind::kPayload || (header_.kind == FrameKind::kCall && header_.nbytes == sizeof call_);
+  if (known && header_.check == check_of(header_)) return true;
+  end(EPROTO);
+  receiver.noise_arrived(peer_);
+  return false;
+}
+
+bool Stream::find_place(Receiver& receiver) {
+  const Receiver::Answer answer = receiver.place(peer_, header_, &body_);
+  held_ = answer == Receiver::Answer::kLater;
+  if (answer == Receiver::Answer::kTake) {
+    body_nbytes_ = header_.nbytes;
+    return true;
+  }
+  body_ = nullptr;
+  if (answer == Receiver::Answer::kRefuse) end(EPROTO);
+  return false;
+}
+
+// ---- sockets ----
+
+bool SocketStream::close() {
+  close_file(file_);
+  return true;
+}
+
+void SocketStream::send(Receiver& receiver) {
   while (!out_.empty()) {
     iovec vectors[kVectors];
     int n = 0;
@@ -61,12 +104,7 @@ void Stream::send(Receiver& receiver) {
       if (errno == EINTR) continue;
       if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS) {
         end(errno);
-        // Nobody will read it: what waits for it to leave shall not wait for ever.
-        while (!out_.empty()) {
-          const int64_t slice = out_.front().slice;
-          out_.pop_front();
-          receiver.frame_left(slice);
-        }
+        drop_queued(receiver);
       }
       return;
     }
@@ -75,7 +113,7 @@ void Stream::send(Receiver& receiver) {
   }
 }
 
-void Stream::consume(size_t nbytes, Receiver& receiver) {
+void SocketStream::consume(size_t nbytes, Receiver& receiver) {
   while (nbytes > 0) {
     Outgoing& out = out_.front();
     const size_t left = out.head_nbytes + out.data_nbytes - out.sent;
@@ -90,34 +128,19 @@ void Stream::consume(size_t nbytes, Receiver& receiver) {
   }
 }
 
-bool Stream::take_frame(Receiver& receiver) {
-  if (header_.check != check_of(header_)) {
-    end(EPROTO);
-    receiver.noise_arrived(peer_);
-    return false;
-  }
-  if (header_.kind == FrameKind::kCall && header_.nbytes == sizeof call_) {
+bool SocketStream::take_frame(Receiver& receiver) {
+  if (!is_whole(receiver)) return false;
+  if (header_.kind == FrameKind::kCall) {
     body_ = reinterpret_cast<uint8_t*>(&call_);
     body_nbytes_ = sizeof call_;
-  } else if (header_.kind == FrameKind::kPayload) {
-    const Receiver::Answer answer = receiver.place(peer_, header_, &body_);
-    held_ = answer == Receiver::Answer::kLater;
-    if (answer != Receiver::Answer::kTake) {
-      body_ = nullptr;
-      if (answer == Receiver::Answer::kRefuse) end(EPROTO);
-      return false;
-    }
-    body_nbytes_ = header_.nbytes;
-  } else {
-    end(EPROTO);
-    receiver.noise_arrived(peer_);
+  } else if (!find_place(receiver)) {
     return false;
   }
   body_read_ = 0;
   return true;
 }
 
-void Stream::deliver(const FrameHeader* next, size_t nbytes, Receiver& receiver) {
+void SocketStream::deliver(const FrameHeader* next, size_t nbytes, Receiver& receiver) {
   const FrameHeader header = header_;
   body_ = nullptr;
   if (nbytes > 0) std::memcpy(&header_, next, nbytes);
@@ -128,7 +151,7 @@ void Stream::deliver(const FrameHeader* next, size_t nbytes, Receiver& receiver)
     receiver.payload_arrived(peer_, header);
 }
 
-void Stream::receive(Receiver& receiver) {
+void SocketStream::receive(Receiver& receiver) {
   while (!ended_) {
     if (header_nbytes_ == sizeof header_ && !body_ && !take_frame(receiver)) return;
     if (body_ && body_nbytes_ == 0) {
@@ -166,13 +189,6 @@ void Stream::receive(Receiver& receiver) {
     }
     if (static_cast<size_t>(read) < wanted) return;  // the kernel has no more now
   }
-}
-
-void Stream::end(int error) {
-  if (!ended_) ended_ns_ = now_ns();
-  ended_ = true;
-  held_ = false;
-  error_ = error;
 }
 
 }  // namespace cgx

@@ -24,6 +24,9 @@ class Segment {
   // Memory of this process alone, all zeros.
   static std::string make_private(int64_t nbytes, Segment* out);
 
+  // Leaves the memory to somebody who may still use it.
+  void leak() { data_ = nullptr, nbytes_ = 0; }
+
   uint8_t* data() const { return data_; }
   int64_t nbytes() const { return nbytes_; }
 

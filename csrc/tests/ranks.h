@@ -260,8 +260,12 @@ void hang_bells(const std::vector<Group>& groups) {
 // Makes the connection of two ranks: the end of each. stream -1: the control connection.
 using Connect = std::function<std::pair<int, int>(int64_t a, int64_t b, int64_t stream)>;
 
+// Links two ranks by something else than a connection.
+using LinkData = std::function<void(const std::vector<Group>& groups, int64_t a, int64_t b, int64_t stream)>;
+
 std::vector<Group> linked_groups(
-    int64_t world, const Connect& connect = [](int64_t, int64_t, int64_t) { return connected(); }) {
+    int64_t world, const Connect& connect = [](int64_t, int64_t, int64_t) { return connected(); },
+    const LinkData& link_data = nullptr) {
   std::vector<Group> groups;
   char name[64], error[512];
   for (int64_t rank = 0; rank < world; ++rank) {
@@ -277,6 +281,10 @@ std::vector<Group> linked_groups(
     for (int64_t b = a + 1; b < world; ++b)
       for (int64_t stream = 0; stream <= joint.streams && !joint.is_home(a, b); ++stream) {
         const int64_t kind = stream == joint.streams ? -1 : stream;
+        if (link_data && kind >= 0) {
+          link_data(groups, a, b, kind);
+          continue;
+        }
         const auto [one, other] = connect(a, b, kind);
         if (cgx_group_link(groups[static_cast<size_t>(a)].get(), b, kind, one) != CGX_OK ||
             cgx_group_link(groups[static_cast<size_t>(b)].get(), a, kind, other) != CGX_OK)

@@ -8,6 +8,7 @@ Synchronous calls do it while they wait, others on a thread.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -28,10 +29,11 @@ from torch_cgx.inquiry import Inquiry
 if TYPE_CHECKING:
     from torch_cgx.engines.host.native import SharedGroup
 
-__all__ = ["SLICE_ENDED", "Checked", "NativeComparison", "Nothing", "Starter"]
+__all__ = ["SLICE_ENDED", "Checked", "NativeComparison", "Nothing", "Starter", "hang_up"]
 
 SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 _CLOSE_S = 1.0
+_CLOSING_TAG = (1 << 31) - 1
 _POLL_S = 0.002
 _SLICE = timedelta(milliseconds=20)  # between two looks at whether the group has been closed
 _ODD = 0x9E3779B97F4A7C15 >> 8
@@ -40,9 +42,10 @@ _ODD = 0x9E3779B97F4A7C15 >> 8
 class _GlooComparison:
     """An all_reduce of two numbers, by which ranks find out whether they made the same call."""
 
-    def __init__(self, gloo: Any, facts: int) -> None:
+    def __init__(self, gloo: Any, facts: int, timeout: timedelta) -> None:
         self._values = torch.tensor([facts, -facts], device="cpu")
         options = c10d.AllreduceOptions()
+        options.timeout = timeout
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._work = gloo.allreduce([self._values], options)
 
@@ -211,10 +214,11 @@ class Nothing:
 
 
 class Starter:
-    """Starts the operations of one group in the order of their calls."""
+    """Starts the operations of one group in the order of their calls. `timeout` is that of comparisons."""
 
-    def __init__(self, gloo: Any, inquiry: Inquiry | None) -> None:
+    def __init__(self, gloo: Any, inquiry: Inquiry | None, timeout: timedelta) -> None:
         self._gloo = gloo
+        self.timeout = timeout
         self._inquiry = inquiry
         self._in_detail = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
         self._last: Checked | None = None
@@ -229,11 +233,13 @@ class Starter:
         run: Callable[[], Any],
         asynchronous: bool,
         comparison: NativeComparison | None = None,
+        timeout: timedelta | None = None,
     ) -> Checked:
-        """With the group's lock held. `comparison`: under way already."""
+        """With the group's lock held. `comparison`: under way already. `timeout`: of its own."""
         facts = (digest(call) + number * _ODD) & ((1 << 62) - 1)
         before = self._last if self._last is not None and not self._last.started else None
-        compare = partial(_GlooComparison, self._gloo, facts) if comparison is None else lambda: comparison
+        by_gloo = partial(_GlooComparison, self._gloo, facts, timeout or self.timeout)
+        compare = by_gloo if comparison is None else lambda: comparison
         checked = self._last = Checked(compare, run, before, self._enqueue)
         if asynchronous or before is not None:
             checked.on_thread = True
@@ -288,3 +294,15 @@ class Starter:
             except Exception as error:
                 checked.fail(CGXError(f"the operation could not be started: {error}"))
             del checked
+
+
+def hang_up(group: Any) -> None:
+    """Close all connections of a Gloo group at once: whoever waits, here or on a peer, raises.
+
+    The first wait that times out closes them all; one for a peer that is gone already raises, and closes nothing.
+    """
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([nothing], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))

@@ -84,10 +84,9 @@ class Settings:
     stochastic: bool = False  # True: unbiased rounding, for a little more noise
     seed: int = 0  # of stochastic rounding; 64 bits
     fusion_nbytes: int = 64 << 20  # bytes of values; the most one program handles: bounds the staging memory
-    inner_communicator: str = "SHM"  # carries messages within a node
-    cross_communicator: str | None = None  # carries messages between nodes; None: see wants_links
-    cuda_inner_communicator: str = "NCCL"  # the same for CUDA tensors; all but NCCL stage payloads in host memory
-    cuda_cross_communicator: str | None = "NCCL"  # None: as cross_communicator
+    inner_communicator: str = "SHM"  # carries payloads within a node
+    cross_communicator: str | None = None  # carries payloads between nodes; None: see `Carriers`
+    cuda_communicator: str = "NCCL"  # carries CUDA tensors; SHM: staged in host memory, where all ranks are on one host
     inner_reduction: str = "SRA"  # the algorithm within a node
     cross_reduction: str = "SRA"  # the algorithm between nodes
     intra_broadcast: bool = True  # True: one rank of each node speaks for it
@@ -107,15 +106,12 @@ class Settings:
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """The settings that the variables (of this process, where no mapping is given) ask for."""
         read = _Reader(os.environ if environ is None else environ)
-        transports = ("TCP", "GLOO", "MPI", "NCCL")
+        carriers = ("TCP", "GLOO", "MPI", "NCCL")
         reductions = ("SRA", "RING")
-        inner = read.optional_choice("CGX_INNER_COMMUNICATOR_TYPE", ("SHM", *transports))
-        cross = read.optional_choice("CGX_CROSS_COMMUNICATOR_TYPE", transports)
-        # NCCL carries CUDA tensors alone: what CPU tensors have by default stays theirs. Whoever stages within nodes
-        # does not mean NCCL between them, unless he says so. TCP carries CPU tensors alone: CUDA tensors take what they
-        # would have without that variable.
-        cuda_inner = inner if inner not in (None, "TCP") else "NCCL"
-        cuda_cross = cross if cross != "TCP" else None
+        inner = read.optional_choice("CGX_INNER_COMMUNICATOR_TYPE", ("SHM", *carriers))
+        cross = read.optional_choice("CGX_CROSS_COMMUNICATOR_TYPE", carriers)
+        # NCCL carries CUDA tensors alone: what CPU tensors have by default stays theirs. TCP and MPI carry CPU tensors
+        # alone: CUDA tensors have NCCL.
         return cls(
             skip_incomplete=read.flag("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False),
             minimal_numel=read.integer("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0, 2**63 - 1),
@@ -124,8 +120,7 @@ class Settings:
             fusion_nbytes=read.integer("CGX_FUSION_BUFFER_SIZE_MB", 64, 1, 65536) << 20,
             inner_communicator=inner if inner not in (None, "NCCL") else "SHM",
             cross_communicator=None if cross == "NCCL" else cross,
-            cuda_inner_communicator=cuda_inner,
-            cuda_cross_communicator=cuda_cross or ("NCCL" if cuda_inner == "NCCL" else None),
+            cuda_communicator="SHM" if inner == "SHM" else "NCCL",
             inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", reductions),
             cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", reductions),
             intra_broadcast=read.flag("CGX_INTRA_BROADCAST", True),
@@ -137,12 +132,6 @@ class Settings:
             simd=read.optional_choice("CGX_SIMD", _SIMD),
             trace_folder=read.folder("CGX_TRACE_DIR"),
         )
-
-    def message_transport(self, one_host: bool) -> str | None:
-        """What carries the messages of a group that does not go over shared memory; None: see cross_communicator."""
-        if self.inner_communicator == "TCP":
-            return "TCP"  # joins any two ranks, whatever their nodes
-        return self.inner_communicator if one_host and self.inner_communicator != "SHM" else self.cross_communicator
 
     def fingerprint(self) -> dict[str, object]:
         """What all ranks of a group must share, in types that JSON has."""
@@ -159,8 +148,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "fusion_nbytes": ("CGX_FUSION_BUFFER_SIZE_MB",),
     "inner_communicator": ("CGX_INNER_COMMUNICATOR_TYPE",),
     "cross_communicator": ("CGX_CROSS_COMMUNICATOR_TYPE",),
-    "cuda_inner_communicator": ("CGX_INNER_COMMUNICATOR_TYPE",),
-    "cuda_cross_communicator": ("CGX_CROSS_COMMUNICATOR_TYPE", "CGX_INNER_COMMUNICATOR_TYPE"),
+    "cuda_communicator": ("CGX_INNER_COMMUNICATOR_TYPE",),
     "inner_reduction": ("CGX_INNER_REDUCTION_TYPE",),
     "cross_reduction": ("CGX_CROSS_REDUCTION_TYPE",),
     "intra_broadcast": ("CGX_INTRA_BROADCAST",),

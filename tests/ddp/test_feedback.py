@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_cgx
 from tests.support.gradients import DTYPES
-from tests.support.harness import OVER_MESSAGES, Rank, run_ranks
+from tests.support.harness import OVER_GLOO, Rank, run_ranks
 from tests.support.hooked import descend, gradients_of, in_memory_order
 from tests.support.training import flat, same_on_all_ranks
 from torch_cgx import CGXState, cgx_hook
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.ranks
 OVER_LINKS = {"CGX_INNER_COMMUNICATOR_TYPE": "TCP"}
 each_way = pytest.mark.parametrize(
     "variables",
-    [{}, pytest.param(OVER_MESSAGES, marks=pytest.mark.matrix), OVER_LINKS],
-    ids=["shared memory", "messages", "links"],
+    [{}, pytest.param(OVER_GLOO, marks=pytest.mark.matrix), OVER_LINKS],
+    ids=["shared memory", "Gloo", "links"],
 )
 STEPS = 4
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_cgx
 from tests.support.dying import die_after
 from tests.support.gradients import BITS, noise
-from tests.support.harness import OVER_MESSAGES, Rank, names, observe_ranks, raised, run_ranks
+from tests.support.harness import OVER_GLOO, Rank, names, observe_ranks, raised, run_ranks
 from tests.support.hooked import check_average, checked_step, descend, gradients_of, hook
 from tests.support.training import flat, loss_of, make_net, same_on_all_ranks
 from torch_cgx import CGXState, cgx_hook
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.ranks
 OVER_LINKS = {"CGX_INNER_COMMUNICATOR_TYPE": "TCP"}
 each_way = pytest.mark.parametrize(
     "variables",
-    [{}, pytest.param(OVER_MESSAGES, marks=pytest.mark.matrix), OVER_LINKS],
-    ids=["shared memory", "messages", "links"],
+    [{}, pytest.param(OVER_GLOO, marks=pytest.mark.matrix), OVER_LINKS],
+    ids=["shared memory", "Gloo", "links"],
 )
 COMPRESSED = ("first.weight", "branch.weight")  # of make_net; the others are one-dimensional or small
 

@@ -92,7 +92,7 @@ x = torch.arange(1000.0)
 payload = torch_cgx.quantize(x, bits=4, bucket_size=100)
 error = (x - torch_cgx.dequantize(payload, x.numel(), x.dtype, 4, 100)).abs().max()
 assert error < 99 / 15 / 2 * 1.001
-print(torch_cgx.__file__, "native" if native.available() else "plain", "shared" if shared else "messages")
+print(torch_cgx.__file__, "native" if native.available() else "plain", "shared" if shared else "Gloo")
 """
 
 
@@ -136,7 +136,7 @@ def test_without_a_compiler_everything_but_the_native_library_is_installed(tree:
     with zipfile.ZipFile(wheel) as parts:
         assert not [name for name in parts.namelist() if ".so" in name]
     python = environment_with(wheel, tmp_path / "venv")
-    assert say_of_two_ranks(python) == {("plain", "messages")}
+    assert say_of_two_ranks(python) == {("plain", "Gloo")}
 
 
 @needs_compiler
@@ -171,4 +171,4 @@ def test_a_library_without_shared_memory_as_on_macos_leaves_its_kernels_and_send
     tree: Path, tmp_path: Path
 ) -> None:
     wheel = build_wheel(tree, "cmake.define.CGX_SHARED_MEMORY=OFF")
-    assert say_of_two_ranks(environment_with(wheel, tmp_path / "venv")) == {("native", "messages")}
+    assert say_of_two_ranks(environment_with(wheel, tmp_path / "venv")) == {("native", "Gloo")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from random import Random
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from tests.support.families import each_once
 from torch_cgx.codecs import Identity, MaxMin
-from torch_cgx.engines.combining import combine
 from torch_cgx.engines.memory import allreduce
 from torch_cgx.kernels import NEAREST, Kernels, Rounding
 from torch_cgx.kernels.native import available, default_kernels
@@ -28,7 +26,7 @@ STOCHASTIC = Rounding(stochastic=True, seed=5, op=3)
 KERNELS: list[Kernels] = [ReferenceKernels(), *([default_kernels()] if available() else [])]
 
 TOPOLOGIES = [
-    *(Topology.flat(algorithm, world) for algorithm in ("SRA", "RING", "ALL_TO_ALL") for world in (2, 3, 5)),
+    *(Topology.flat(algorithm, world) for algorithm in ("SRA", "RING") for world in (2, 3, 5)),
     Topology("SRA", (0, 0, 1, 1)),
     Topology("SRA", (0, 1, 1, 0, 0), 2, False),
     Topology("SRA", (5, 2, 5, 5), 1, False),
@@ -112,9 +110,9 @@ def test_all_ranks_end_with_the_same_bits_within_the_bound(topology: Topology, d
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
     nodes = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=6)))
-    if draw(st.booleans()):
-        return Topology.flat(draw(st.sampled_from(["RING", "ALL_TO_ALL"])), len(nodes))
     algorithm = draw(st.sampled_from(["SRA", "RING"]))
+    if draw(st.booleans()):
+        return Topology.flat(algorithm, len(nodes))
     return Topology(algorithm, nodes, draw(st.integers(1, most_shares(nodes))), draw(st.booleans()))
 
 
@@ -194,55 +192,6 @@ def test_nan_on_one_rank_reaches_all_ranks_alike(topology: Topology, quantizer: 
         out = reduced(values, [Layer(256, quantizer)], topology)
         assert same_bits(out)
         assert out[0][70].isnan() and not out[0][:64].isnan().any() and not out[0][128:].isnan().any()
-
-
-@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("start", [0, 24])
-def test_payloads_are_combined_in_float32_and_rounded_once(start: int, dtype: torch.dtype, kernels: Kernels) -> None:
-    """Blocks from 0 to 255 have a unit of 1, and are exact; the sums of twelve are not, in half precision."""
-    generator = torch.Generator().manual_seed(1)
-    quantizer = Identity() if dtype == torch.float64 else MaxMin(8, 16, skip_incomplete=True)
-    layers = [Layer(start, Identity()), Layer(100, quantizer), Layer(30, Identity())]
-    (part,) = make_layout(layers, 1, dtype.itemsize, 1 << 20).slices
-    pieces = tuple(piece for piece in part.chunks[0].pieces if piece.offset >= start)
-    values, payloads = [], []
-    for _ in range(12):
-        x = torch.randint(0, 256, (start + 130,), generator=generator).to(dtype)
-        x[start::16], x[start + 1 :: 16] = 0, 255
-        values.append(x)
-        payloads.append(torch.empty(part.chunks[0].nbytes, dtype=torch.uint8))
-        kernels.encode(pieces, x, payloads[-1], NEAREST)
-    out = torch.full((start + 130,), -1.0, dtype=dtype)
-    combine(kernels, pieces, out, payloads, 1.0 / 3.0)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    expected = (torch.stack([x.to(wide) for x in values]).sum(0) * torch.tensor(1.0 / 3.0, dtype=wide)).to(dtype)
-    assert torch.equal(out[start:], expected[start:])
-    assert (out[:start] == -1.0).all()
-
-
-@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
-def test_the_order_of_combining_is_the_order_of_the_payloads(kernels: Kernels) -> None:
-    """1 + 2^30 - 2^30 is 0 or 1, as it is added up; and one payload alone keeps its sign of zero."""
-    (part,) = make_layout([Layer(8, Identity())], 1, 4, 1 << 20).slices
-    chunk = part.chunks[0]
-    payloads = []
-    for value in (1.0, 2.0**30, -(2.0**30), -0.0):
-        payloads.append(torch.empty(chunk.nbytes, dtype=torch.uint8))
-        kernels.encode(chunk.pieces, torch.full((8,), value), payloads[-1], NEAREST)
-    one, large, minus, zero = payloads
-    out = torch.empty(8)
-    for order, expected in (((one, large, minus), 0.0), ((large, minus, one), 1.0), ((one, one, one), 3.0)):
-        combine(kernels, chunk.pieces, out, order, 1.0)
-        assert out.tolist() == [expected] * 8
-    combine(kernels, chunk.pieces, out, [zero], 1.0)
-    assert all(math.copysign(1.0, value) == -1.0 for value in out.tolist())
-
-
-def test_combining_nothing_is_refused_and_no_pieces_are_no_work() -> None:
-    with pytest.raises(ValueError, match="expected at least one, got none"):
-        combine(KERNELS[0], (), torch.empty(0), [], 1.0)
-    combine(KERNELS[0], (), torch.empty(0), [torch.empty(0, dtype=torch.uint8)], 1.0)
 
 
 @settings(max_examples=60, deadline=None)

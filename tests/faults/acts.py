@@ -229,14 +229,14 @@ def shared_memory_full(scene: Scene) -> None:
     scene.step(LARGE)
 
 
-def no_memory(staging: Any, nbytes: int) -> torch.Tensor:
+def no_memory(nbytes: int) -> torch.Tensor:
     return torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def out_of_memory(scene: Scene) -> None:
-    """No more memory than there is now; the tensor is there already. Over messages, the heaps of threads have room left
+    """No more memory than there is now; the tensor is there already. Over Gloo, the heaps of threads have room left
     whatever the limits, so there it is torch's allocator that is made to fail."""
-    from torch_cgx.executors.staging import Staging
+    from torch_cgx.engines import plain
 
     x = torch.ones(STAGED)
     scene.me.meet("ready")
@@ -245,7 +245,7 @@ def out_of_memory(scene: Scene) -> None:
         facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         for limit, name in LIMITS.items():  # of mappings, and of what threads' heaps may still grow to
             resource.setrlimit(limit, (int(facts[name].split()[0]) << 10, resource.RLIM_INFINITY))
-        Staging.take = no_memory  # type: ignore[method-assign]
+        plain._bytes = no_memory
         scene.me.mark()
     try:
         dist.all_reduce(x)

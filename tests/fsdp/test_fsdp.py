@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import torch_cgx
-from tests.support.harness import OVER_MESSAGES, Rank, run_ranks
+from tests.support.harness import OVER_GLOO, Rank, run_ranks
 from tests.support.sharded import (
     STEPS,
     WEIGHTS,
@@ -91,7 +91,7 @@ def gathers(me: Rank) -> None:
 
 @pytest.mark.parametrize(
     ("world", "env"),
-    [(3, {}), pytest.param(2, {}, marks=pytest.mark.matrix), pytest.param(3, OVER_MESSAGES, marks=pytest.mark.matrix)],
+    [(3, {}), pytest.param(2, {}, marks=pytest.mark.matrix), pytest.param(3, OVER_GLOO, marks=pytest.mark.matrix)],
 )
 def test_all_ranks_gather_the_same_weights_a_step_from_the_masters_at_most_and_right_on_average(
     world: int, env: dict[str, str]
@@ -183,7 +183,7 @@ def reduces(me: Rank, bits: int) -> None:
     ("world", "bits", "env"),
     [
         (2, 32, {}),
-        (3, 4, OVER_MESSAGES),
+        (3, 4, OVER_GLOO),
         pytest.param(2, 4, {}, marks=pytest.mark.matrix),
         pytest.param(3, 4, {}, marks=pytest.mark.matrix),
     ],

@@ -18,7 +18,7 @@ from typing import Any
 from tests.fuzz import collectives, models, performing
 from tests.fuzz.collectives import Both, Call, Sequence, Step, calls_of
 from tests.fuzz.models import Model
-from tests.support.harness import OVER_MESSAGES, Rank, close, describe, observe_ranks
+from tests.support.harness import OVER_GLOO, Rank, close, describe, observe_ranks
 
 __all__ = ["KINDS", "Difference", "Kind", "Tried", "attempt", "script", "shrunk"]
 
@@ -39,7 +39,7 @@ class Kind:
 
 KINDS = {
     "SHM": Kind((2, 3, 4)),
-    "messages": Kind((2, 3), OVER_MESSAGES),
+    "Gloo": Kind((2, 3), OVER_GLOO),
     "TCP": Kind((2, 3), {"CGX_INNER_COMMUNICATOR_TYPE": "TCP"}),
     "2x2": Kind((4,), nodes="0011"),
 }
@@ -214,8 +214,8 @@ def models_differ(gloo: tuple[str, Any], cgx: tuple[str, Any], bit_for_bit: bool
 def attempt(kind: str, sequence: Sequence, drawn: tuple[Model, ...] = ()) -> Tried:
     """Compare in fresh ranks. A rank that hangs or dies is a difference, too."""
     group, world = KINDS[kind], sequence.world
-    # Over messages, gloo makes the exact sums. Of two ranks, they have one order.
-    bit_for_bit = world == 2 or kind == "messages"
+    # Over Gloo, it makes the exact sums. Of two ranks, they have one order.
+    bit_for_bit = world == 2 or kind == "Gloo"
     if not bit_for_bit:
         drawn = tuple(models.widened(model) for model in drawn)
     outcomes = observe_ranks(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from torch_cgx.cli import bits as cli_bits
 from torch_cgx.cli.registry import CommandFailed
 from torch_cgx.config import Compression, Settings, compression_from_environ
 from torch_cgx.ddp.adaptation import Adaptation
-from torch_cgx.executors import agreement
 from torch_cgx.group.bootstrap.handshake import join
 from torch_cgx.group.bootstrap.store_json import parse_answer
 from torch_cgx.group.layer_table import LayerTable
@@ -326,42 +324,15 @@ def membership(data: bytes) -> bool:
     return went
 
 
-class _Sent:
-    def __init__(self, fill: Callable[[], object]) -> None:
-        self._fill = fill
-
-    def wait(self) -> None:
-        self._fill()
-
-    def done(self) -> bool:
-        return True
-
-
-class _Peer:
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-
-    def receive(self, payload: torch.Tensor, peer: int, tag: int) -> _Sent:
-        raw = torch.frombuffer(bytearray(self._answer), dtype=torch.uint8)
-        return _Sent(lambda: payload.copy_(raw[: payload.numel()]))
-
-    def send(self, payload: torch.Tensor, peer: int, tag: int) -> _Sent:
-        return _Sent(lambda: None)
-
-
 def messages(data: bytes) -> bool:
-    """What peers send to agree: on a call, and on bits."""
+    """What peers send to agree on bits."""
     source = Source(data)
-    facts = (source.below(4), source.below(4))
-    answer = struct.pack("<qq", *facts) if source.below(2) else source.take(16)
-    peer = _Peer(answer)
-    agreed = attempt(lambda: agreement.Agreement(lambda _: peer, [1], facts, 0, [0, 1]).finish())  # type: ignore[arg-type, return-value]
     adaptation = Adaptation(AdaptiveBits(), Compression(4, 1024), 0)
     names = ["a", "b"]
     numbers = [source.choice([0, 1, 2, 4, 8, 32, 1024]) if source.below(2) else source.number() for _ in range(5)]
     reason = [source.below(300) for _ in range(4)]
     told = torch.tensor([max(-(2**31), min(2**31 - 1, number)) for number in (*numbers, *reason)], dtype=torch.int32)
-    return attempt(lambda: adaptation._obey(3, told, names, 1)) and agreed
+    return attempt(lambda: adaptation._obey(3, told, names, 1))
 
 
 TARGETS: dict[str, Callable[[bytes], bool]] = {

@@ -17,7 +17,7 @@ MODELS = 6
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.matrix if kind == "messages" else ()) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=pytest.mark.matrix if kind == "Gloo" else ()) for kind in KINDS]
 )
 def test_random_calls_and_models_end_on_cgx_as_they_do_on_gloo(kind: str) -> None:
     world = KINDS[kind].worlds[-1]
@@ -32,7 +32,7 @@ def test_random_calls_and_models_end_on_cgx_as_they_do_on_gloo(kind: str) -> Non
 def test_a_root_outside_of_the_group_is_refused_by_all_ranks_and_the_group_stays_usable() -> None:
     """Torch refuses it on the rank that brings tensors for it, which then tells the others nothing."""
     refused = tuple(Call(name, flaw="root") for name in ("gather", "scatter", "broadcast", "reduce"))
-    for kind in ("SHM", "messages"):
+    for kind in ("SHM", "Gloo"):
         tried = attempt(kind, Sequence(2, ((0, 1),), (*refused, Call("all_reduce"))))
         assert not tried.differences, tried.differences
         assert tried.refused == len(refused)

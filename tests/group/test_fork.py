@@ -27,7 +27,7 @@ from tests.support.harness import Rank, apart, run_ranks
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 NODES = {
     "shared memory": {},
-    "messages": apart(2),
+    "Gloo": apart(2),
     "links": apart(2, "TCP"),
 }
 CHILD_S = 20.0  # far less than the group's timeout: a child that hangs, and not one that got no processor

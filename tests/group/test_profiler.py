@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 NODES = {
     "shared memory": {},
-    "messages": apart(2),
+    "Gloo": apart(2),
     "links": apart(2, "TCP"),
 }
 

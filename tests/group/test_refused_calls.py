@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import OVER_MESSAGES, Rank, run_ranks
+from tests.support.harness import OVER_GLOO, Rank, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -132,8 +132,8 @@ def all_of_it(me: Rank) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "env"),
-    [("cgx", {}), ("cgx", OVER_MESSAGES), ("cgx", LINKS), ("gloo", {})],
-    ids=["shared memory", "messages", "links", "gloo"],
+    [("cgx", {}), ("cgx", OVER_GLOO), ("cgx", LINKS), ("gloo", {})],
+    ids=["shared memory", "Gloo", "links", "gloo"],
 )
 def test_a_refused_call_raises_itself_and_no_other(backend: str, env: dict[str, str]) -> None:
     run_ranks(all_of_it, 2, backend, env=env, group_timeout_s=GROUP_TIMEOUT_S)

@@ -17,7 +17,7 @@ from torch import Tensor
 import torch_cgx
 from tests.support.families import only
 from tests.support.gradients import BITS, digest, exact_sum, noise, within_bound
-from tests.support.harness import OVER_MESSAGES, Rank, describe, observe_ranks, run_ranks
+from tests.support.harness import OVER_GLOO, Rank, describe, observe_ranks, run_ranks
 from tests.support.in_shares import (
     LAYERS,
     NUMEL,
@@ -41,12 +41,12 @@ from torch_cgx.plan.layout import Layer, make_shares_layout
 pytestmark = pytest.mark.ranks
 
 INNER = "CGX_INNER_COMMUNICATOR_TYPE"
-WAYS = {"shared memory": {INNER: "SHM"}, "messages": OVER_MESSAGES, "TCP": {INNER: "TCP"}}
+WAYS = {"shared memory": {INNER: "SHM"}, "Gloo": OVER_GLOO, "TCP": {INNER: "TCP"}}
 EXACT = 32
 ODD_MEANS = {1: {"CGX_SIMD": "scalar", "CGX_NUM_THREADS": "2"}}  # of one rank, which must not matter
 
 each_way = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.matrix if way == "messages" else ()) for way in WAYS]
+    "way", [pytest.param(way, marks=pytest.mark.matrix if way == "Gloo" else ()) for way in WAYS]
 )
 
 
@@ -407,7 +407,7 @@ def ask_for_other(me: Rank, what: str) -> None:
     [
         *((what, way) for what in ("nothing", "bits", "a factor") for way in WAYS),
         ("bucket size", "shared memory"),
-        ("all-gathered bits", "messages"),
+        ("all-gathered bits", "Gloo"),
     ],
 )
 def test_ranks_that_ask_for_different_compression_are_told_so(what: str, way: str) -> None:

@@ -16,6 +16,7 @@ import torch_cgx
 from tests.support.gradients import digest
 from tests.support.harness import Rank, run_ranks
 from tests.support.hooked import descend, hook
+from tests.support.nursery import WITHOUT_ENGINE
 from tests.support.on_device import STAGED, start
 from torch_cgx import AdaptiveBits
 
@@ -99,8 +100,8 @@ def under_each_default(me: Rank, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "env"),
-    [("cgx", {}), ("cgx", STAGED["Gloo"]), ("standin", {}), ("standin", STAGED["shared memory"])],
-    ids=["shared memory", "messages", "CUDA's stand-in", "CUDA's stand-in, staged"],
+    [("cgx", {}), ("cgx", {WITHOUT_ENGINE: "1"}), ("standin", {}), ("standin", STAGED)],
+    ids=["shared memory", "no native engine", "CUDA's stand-in", "CUDA's stand-in, staged"],
 )
 def test_nothing_of_ours_is_made_on_the_default_device(backend: str, env: dict[str, str]) -> None:
     run_ranks(under_each_default, 2, None, backend, env=env)

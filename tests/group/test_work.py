@@ -93,7 +93,7 @@ def carried(inner: FakeInner, completions: Completions, board: FakeBoard | None 
     return CarriedWork(inner, WHAT, board, None, 7, [torch.ones(2)], completions)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("board", [None, FakeBoard()], ids=["messages", "board"])
+@pytest.mark.parametrize("board", [None, FakeBoard()], ids=["no board", "board"])
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -114,7 +114,7 @@ def test_trouble_between_ranks_is_one_of_our_errors_and_keeps_the_engines_words(
     assert kind is not CGXTimeoutError or " Timed out " in str(caught.value).replace(text, "")
 
 
-@pytest.mark.parametrize("board", [None, FakeBoard()], ids=["messages", "board"])
+@pytest.mark.parametrize("board", [None, FakeBoard()], ids=["no board", "board"])
 def test_what_the_engine_refuses_is_raised_as_it_is_and_not_told_to_peers(
     board: FakeBoard | None, completions: Completions
 ) -> None:
@@ -142,7 +142,7 @@ def test_what_the_board_knows_is_told_instead_of_the_engines_words(completions: 
         carried(FakeInner(None), completions, FakeBoard(trouble=trouble)).wait()
 
 
-@pytest.mark.parametrize("board", [None, FakeBoard()], ids=["messages", "board"])
+@pytest.mark.parametrize("board", [None, FakeBoard()], ids=["no board", "board"])
 def test_the_end_of_a_slice_is_no_time_out(board: FakeBoard | None, completions: Completions) -> None:
     inner = FakeInner(SLICE_ENDED, SLICE_ENDED, None)
     assert carried(inner, completions, board).wait()

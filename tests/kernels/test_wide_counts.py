@@ -16,7 +16,6 @@ from torch_cgx.kernels.native import _make_table, available
 from torch_cgx.kernels.random import random16
 from torch_cgx.kernels.triton.table import make_table
 from torch_cgx.plan.layout import Layer, make_layout
-from torch_cgx.transports import mpi
 
 NUMEL = 5_000_000_000
 LARGEST_GRID = 2**31 - 1  # of a CUDA launch
@@ -87,55 +86,3 @@ def test_random_numbers_of_neighbours_differ_beyond_32_bits() -> None:
     rounding = Rounding(stochastic=True, seed=1)
     assert random16(rounding, 2**32 - 2, 4).tolist()[:2] == random16(rounding, 2**32 - 2, 2).tolist()
     assert random16(rounding, 2**32, 64).tolist() != random16(rounding, 0, 64).tolist()
-
-
-class _Address:
-    """Stands in for a tensor of so many bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-
-    def data_ptr(self) -> int:
-        return 4096
-
-    def numel(self) -> int:
-        return self._nbytes
-
-
-class _Mpi:
-    """What MpiTransport asks of mpi4py to start a message; there is no machine here with so much memory."""
-
-    BYTE = "byte"
-    Exception = RuntimeError
-
-    class buffer:
-        @staticmethod
-        def fromaddress(address: int, nbytes: int) -> tuple[int, int]:
-            return address, nbytes
-
-
-class _Communicator:
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, int]] = []
-
-    def Get_rank(self) -> int:
-        return 0
-
-    def Isend(self, what: list[Any], peer: int, tag: int) -> object:
-        self.parts.append(what[0])
-        return object()
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 2**30, 2**31, 2**31 + 5, 5_000_000_000])
-def test_a_message_over_mpi_goes_in_parts_whose_counts_fit_32_bits(nbytes: int) -> None:
-    from datetime import timedelta
-
-    communicator = _Communicator()
-    transport = mpi.MpiTransport(_Mpi, communicator, timedelta(seconds=1), [0, 1])
-    transport.send(_Address(nbytes), 1, 3)  # type: ignore[arg-type]
-    assert sum(length for _, length in communicator.parts) == nbytes
-    assert all(length < 2**31 for _, length in communicator.parts)
-    end = 4096
-    for address, length in communicator.parts:
-        assert address == end
-        end += length

@@ -17,7 +17,6 @@ from torch_cgx.plan.algorithms import (
     IN_SHARES,
     Topology,
     all_gather,
-    all_to_all,
     exchange,
     hierarchical,
     reduce_scatter,
@@ -33,7 +32,7 @@ from torch_cgx.plan.checker import (
     check_exchange,
     check_reduce_scatter,
 )
-from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
+from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Sum
 from torch_cgx.plan.programs import programs_for
 
 NBYTES, EXACT_NBYTES = 1000, 8000  # of every chunk's payload
@@ -63,8 +62,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     """Any ranks on any nodes, called anything."""
     names = draw(st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True))
     nodes = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=12)))
-    flat = len(set(nodes)) == len(nodes)
-    algorithm = draw(st.sampled_from(["SRA", "RING", "ALL_TO_ALL"] if flat else ["SRA", "RING"]))
+    algorithm = draw(st.sampled_from(["SRA", "RING"]))
     return Topology(algorithm, nodes, draw(st.integers(1, most_shares(nodes))), draw(st.booleans()))
 
 
@@ -84,23 +82,6 @@ def test_only_the_owner_of_a_chunk_scales_its_sum(world: int) -> None:
     for rank, steps in enumerate(programs(Topology.flat("RING", world))):
         reduces = [step for step in steps if isinstance(step, Reduce)]
         assert [step.chunk for step in reduces if step.final] == [rank] and len(reduces) == world - 1
-
-
-@pytest.mark.parametrize("world", range(2, 13))
-def test_all_to_all_quantizes_once_and_sends_one_message_a_peer(world: int) -> None:
-    report = checked(Topology.flat("ALL_TO_ALL", world))
-    assert report.quantizations == {0: 1}
-    assert report.messages == (world - 1,) * world
-    assert report.sent_nbytes == ((world - 1) * NBYTES,) * world
-    for steps in programs(Topology.flat("ALL_TO_ALL", world)):
-        (combine,) = [step for step in steps if isinstance(step, Combine)]
-        assert combine.inputs == tuple(f"part:{rank}>0" for rank in range(world))
-
-
-@given(world=st.integers(2, 12), nonempty=st.lists(st.booleans(), max_size=5))
-def test_all_to_all_takes_any_number_of_chunks(world: int, nonempty: list[bool]) -> None:
-    report = check([all_to_all.program(nonempty, rank, world) for rank in range(world)])
-    assert report.quantizations == {chunk: 1 for chunk, full in enumerate(nonempty) if full}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -313,8 +294,6 @@ def test_scrambled_nodes_and_empty_chunks_are_right(topology: Topology, data: st
 
 @given(topology=topologies(), data=st.data())
 def test_unequal_chunks_cross_as_often_as_equal_ones(topology: Topology, data: st.DataObject) -> None:
-    if topology.algorithm == "ALL_TO_ALL":
-        return
     sizes = data.draw(st.lists(st.integers(1, 99), min_size=topology.n_chunks, max_size=topology.n_chunks))
     nodes = topology.nodes
     report = check(programs(topology))
@@ -398,7 +377,6 @@ def test_slots_are_numbered_alike_and_say_how_they_are_coded(topology: Topology)
 SMALL = [
     Topology.flat("SRA", 3),
     Topology.flat("RING", 4),
-    Topology.flat("ALL_TO_ALL", 3),
     Topology("SRA", (0, 0, 1, 1, 1), 2, False),
     Topology("RING", (0, 1, 2, 2, 0), 1, True),
     Topology("SRA", (0, 0, 0), 1, False),
@@ -418,21 +396,17 @@ def test_no_step_can_be_left_out(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("topology", SMALL, ids=str)
-def test_no_reduction_can_be_scaled_otherwise_nor_any_order_of_combining_be_another(topology: Topology) -> None:
+def test_no_reduction_can_be_scaled_otherwise(topology: Topology) -> None:
     made = programs(topology)
     mutants = 0
     for rank, steps in enumerate(made):
         for place, step in enumerate(steps):
-            if isinstance(step, Reduce):
-                other: Reduce | Combine = replace(step, final=not step.final)
-            elif isinstance(step, Combine):
-                other = replace(step, inputs=step.inputs[::-1])
-            else:
+            if not isinstance(step, Reduce):
                 continue
             broken = list(made)
-            broken[rank] = (*steps[:place], other, *steps[place + 1 :])
+            broken[rank] = (*steps[:place], replace(step, final=not step.final), *steps[place + 1 :])
             mutants += 1
-            with pytest.raises(ProgramError, match=r"scaled|the bits differ"):
+            with pytest.raises(ProgramError, match="scaled"):
                 check(broken)
     assert mutants
 
@@ -441,14 +415,13 @@ def test_they_are_registered_by_the_names_that_the_variables_use() -> None:
     assert dict(ALGORITHMS) == {
         "SRA": scatter_reduce_allgather.program,
         "RING": ring.program,
-        "ALL_TO_ALL": all_to_all.program,
         "REDUCE_SCATTER": reduce_scatter.program,
         "ALL_GATHER": all_gather.program,
         "EXCHANGE": exchange.program,
     }
 
 
-@pytest.mark.parametrize("algorithm", ["RING", "ALL_TO_ALL", *IN_SHARES])
+@pytest.mark.parametrize("algorithm", ["RING", *IN_SHARES])
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_of_its_world_is_refused(algorithm: str, rank: int) -> None:
     with pytest.raises(ValueError, match="rank: expected 0 to 1, got"):
@@ -468,12 +441,12 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "nodes", "shares", "text"),
     [
-        ("TREE", (0, 1), 1, "expected SRA, RING, ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER, EXCHANGE, got TREE"),
+        ("TREE", (0, 1), 1, "expected SRA, RING, REDUCE_SCATTER, ALL_GATHER, EXCHANGE, got TREE"),
         ("SRA", (), 1, "expected one for each rank, got none"),
         ("SRA", (0, 0, 1), 2, "expected 1 to 1, the ranks of the smallest node, got 2"),
         ("SRA", (0, 0, 1), 0, "expected 1 to 1, the ranks of the smallest node, got 0"),
         ("RING", (0, 1), 2, "expected 1 where every rank is a node of its own, got 2"),
-        ("ALL_TO_ALL", (0, 0, 1), 1, "expected SRA or RING, got ALL_TO_ALL"),
+        ("EXCHANGE", (0, 0, 1), 1, "expected SRA or RING, got EXCHANGE"),
     ],
 )
 def test_an_impossible_topology_is_refused(algorithm: str, nodes: tuple[int, ...], shares: int, text: str) -> None:

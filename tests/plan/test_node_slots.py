@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torch_cgx.plan.algorithms import Topology
-from torch_cgx.plan.program import Encode, Receive, Reduce, Send
+from torch_cgx.plan.program import Encode, Receive, Reduce, Send, Step, Sum
 from torch_cgx.plan.programs import node_slots_for, programs_for
-from torch_cgx.plan.schedule import slots_of
 
 NODES = [(0, 0, 1, 1), (0, 1, 0, 0, 2), (0, 0, 0, 0, 1)]
 TOPOLOGIES = [
@@ -19,6 +18,13 @@ TOPOLOGIES = [
         *(Topology(name, nodes, compress_inside=inside) for name in ("SRA", "RING") for inside in (True, False)),
     )
 ]
+
+
+def slots_of(step: Step) -> tuple[str, ...]:
+    """Return the slots that a step reads, writes or moves."""
+    if isinstance(step, Sum):
+        return step.inputs
+    return (*step.inputs, step.slot) if isinstance(step, Reduce) else (step.slot,)
 
 
 @pytest.mark.parametrize(("topology", "nodes"), TOPOLOGIES, ids=str)

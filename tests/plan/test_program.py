@@ -8,19 +8,12 @@ import pytest
 
 from torch_cgx.errors import CGXError, ProgramError
 from torch_cgx.plan.checker import Message, Report, check, check_all_gather, check_reduce_scatter
-from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum, format_program
+from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Sum, format_program
 
 # Two ranks, one chunk, which rank 0 reduces.
 OWNER: Program = (Receive("part", 1), Reduce(("part",), 0, "sum"), Send("sum", 1))
 OTHER: Program = (Encode(0, "part"), Send("part", 0), Receive("sum", 0), Decode("sum", 0))
-
-
-# Two ranks, each of which sums up for itself, in the same order.
-COMBINING: tuple[Program, Program] = (
-    (Encode(0, "p0"), Send("p0", 1), Receive("p1", 1), Combine(("p0", "p1"), 0)),
-    (Encode(0, "p1"), Send("p1", 0), Receive("p0", 0), Combine(("p0", "p1"), 0)),
-)
-# The same, but rank 0 alone adds up, and encodes what it has got.
+# The same, but rank 0 adds up first, and then encodes what it has got.
 ADDING: tuple[Program, Program] = (
     (Receive("part", 1), Add("part", 0), Reduce((), 0, "sum"), Send("sum", 1)),
     OTHER,
@@ -182,7 +175,10 @@ def test_a_missing_contribution_is_refused() -> None:
 
 def test_ranks_that_end_with_different_payloads_are_refused() -> None:
     owner: Program = (*OWNER, Encode(0, "again"), Decode("again", 0))
-    assert "the bits differ" in reject(owner, OTHER)
+    text = reject(owner, OTHER)
+    assert "the bits differ" in text
+    assert "rank 0 ends with the payload of slot again of rank 0" in text
+    assert "rank 1 with the payload of slot sum of rank 0" in text
 
 
 def test_two_ranks_that_each_sum_up_for_themselves_are_refused() -> None:
@@ -201,11 +197,6 @@ def test_two_ranks_that_each_sum_up_for_themselves_are_refused() -> None:
 
 def test_a_rank_that_never_decodes_is_refused() -> None:
     assert "rank 1 ends with its own values" in reject(OWNER, OTHER[:3])
-
-
-def test_payloads_combined_in_one_order_are_the_same_bits_and_quantized_once() -> None:
-    report = check(COMBINING, [24])
-    assert report.quantizations == {0: 1} and report.sent_nbytes == (24, 24)
 
 
 def test_what_is_added_counts_as_a_contribution() -> None:
@@ -242,11 +233,6 @@ def test_adding_to_what_is_scaled_is_refused() -> None:
     assert "was scaled already" in reject(*programs)
 
 
-def test_combining_what_is_scaled_is_refused() -> None:
-    first, second = COMBINING
-    assert "was scaled already" in reject((Reduce((), 0, "p0"), *first[1:]), second)
-
-
 def test_a_rank_that_adds_and_never_reduces_is_refused() -> None:
     owner: Program = (Encode(0, "mine"), *ADDING[0][:2], Send("mine", 1))
     other: Program = (*OTHER[:2], Receive("mine", 0), Add("mine", 0))
@@ -258,55 +244,16 @@ def test_a_contribution_added_twice_is_refused() -> None:
     assert "rank 1 is summed twice" in reject((*owner[:2], Add("part", 0), *owner[2:]), OTHER)
 
 
-def test_combining_a_contribution_twice_is_refused() -> None:
-    first, second = COMBINING
-    assert "rank 1 is summed twice" in reject((*first[:3], Combine(("p0", "p1", "p1"), 0)), second)
-
-
-def test_combining_without_one_s_own_contribution_is_refused() -> None:
-    programs = [(*program[:3], Combine((f"p{peer}",), 0)) for program, peer in zip(COMBINING, (1, 0), strict=True)]
-    assert "the bits differ" in reject(*programs)
-    programs = [(*COMBINING[0][:3], Combine(("p0",), 0)), (*COMBINING[1][:3], Combine(("p0",), 0))]
-    assert "misses the contributions of ranks [1]" in reject(*programs)
-
-
-def test_combining_in_another_order_is_refused() -> None:
-    text = reject(COMBINING[0], (*COMBINING[1][:3], Combine(("p1", "p0"), 0)))
-    assert "rank 0 ends with the combination of slot p0 of rank 0, slot p1 of rank 1" in text
-    assert "rank 1 with the combination of slot p1 of rank 1, slot p0 of rank 0" in text
-
-
-def test_a_combination_is_not_the_payload_that_it_is_made_of() -> None:
-    """Of one payload alone it would still be scaled, and a decoded one would not."""
-    owner: Program = (
-        Receive("part", 1),
-        Reduce(("part",), 0, "sum", final=False),
-        Send("sum", 1),
-        Combine(("sum",), 0),
-    )
-    assert "the bits differ" in reject(owner, OTHER)
-    both = check([owner, (*OTHER[:3], Combine(("sum",), 0))])
-    assert both.quantizations == {0: 2}
-
-
-def test_combining_nothing_is_refused() -> None:
-    assert "expected at least one slot" in reject((*COMBINING[0][:3], Combine((), 0)), COMBINING[1])
-
-
 def test_payloads_of_both_codings_in_one_sum_are_refused() -> None:
     exact: Program = (Encode(0, "part", exact=True), *OTHER[1:])
     assert "slot part is exact, and the others are compressed" in reject(OWNER, exact)
     owner: Program = (OWNER[0], Reduce(("part",), 0, "sum", exact=True), OWNER[2])
     assert "slot part is compressed, and the others are exact" in reject(owner, OTHER)
-    first, second = COMBINING
-    assert "slot p1 is exact" in reject(first, (Encode(0, "p1", exact=True), *second[1:]))
 
 
-@pytest.mark.parametrize("step", [Add("part", 0), Combine(("part",), 0)], ids=["add", "combine"])
-def test_new_readers_of_slots_read_what_is_written_and_of_their_chunk(step: Add | Combine) -> None:
-    assert "is read before it is written" in reject((step, *OWNER), OTHER)
-    other_chunk = type(step)(step.slot, 1) if isinstance(step, Add) else Combine(step.inputs, 1)
-    assert "holds chunk 0, not 1" in reject((OWNER[0], other_chunk, *OWNER[1:]), OTHER)
+def test_what_is_added_has_been_written_and_is_of_the_same_chunk() -> None:
+    assert "is read before it is written" in reject((Add("part", 0), *OWNER), OTHER)
+    assert "holds chunk 0, not 1" in reject((OWNER[0], Add("part", 1), *OWNER[1:]), OTHER)
 
 
 # ---- reduce-scatters ----
@@ -462,7 +409,6 @@ def test_a_printed_program_has_one_numbered_line_a_step() -> None:
         ]
     )
     assert format_program(OWNER).splitlines()[1] == "2  reduce  chunk 0 with part into sum"
-    assert format_program(COMBINING[0]).splitlines()[3] == "4  combine p0, p1 over chunk 0"
     assert format_program(SCATTERING[0]).splitlines()[3] == "4  sum     chunk 0 with p1"
     assert str(Sum(("a", "b"), 3)) == "sum     chunk 3 with a, b"
     assert format_program(ADDING[0]).splitlines()[1:3] == [

@@ -1,10 +1,10 @@
 """What happens before what: on CPU tensors, where all runs in the order of the program, a missing wait shows here.
 
-Streams, threads of the host and messages under way are *actors*, each with a vector clock: of every actor how many of
-its steps have surely happened. A thread that gives a stream work, an event, a host that waits and a message that has
-arrived join clocks; nothing else does, so threads of the host know of each other only by these. Every step names the
-memory that it reads and writes, and is compared with the earlier steps on these bytes: one of two writes, or of a
-write and a read, that did not surely happen before the other is a race, whatever the bytes are this time.
+Streams, threads of the host and what goes on beside those are *actors*, each with a vector clock: of every actor how
+many of its steps have surely happened. A thread that gives a stream work, an event and a host that waits join clocks;
+nothing else does, so threads of the host know of each other only by these. Every step names the memory that it reads
+and writes, and is compared with the earlier steps on these bytes: one of two writes, or of a write and a read, that did
+not surely happen before the other is a race, whatever the bytes are this time.
 
 Memory belongs to the stream that it was allocated on. When nobody refers to it any more, torch's allocator may give it
 to the next who asks on that stream: so other streams must be done with it by then in that stream's view, or `keep`
@@ -158,14 +158,12 @@ class Order:
             stream.learn(self.host.clock)
             self._step(stream, what, reads, writes)
 
-    def on_host(
-        self, what: str, reads: Iterable[Tensor | Span] = (), writes: Iterable[Tensor | Span] = ()
-    ) -> Callable[[], None]:
-        """The host begins something, a message say, that is done when the result is called."""
+    def on_host(self, what: str, writes: Iterable[Tensor | Span]) -> Callable[[], None]:
+        """The host begins something that goes on beside it and is done when the result is called."""
         with self._lock:
-            message = Actor("the host", dict(self.host.clock))
-            self._step(message, what, reads, writes)
-            return partial(self.host_waits, message.clock)
+            begun = Actor("the host", dict(self.host.clock))
+            self._step(begun, what, (), writes)
+            return partial(self.host_waits, begun.clock)
 
     def _step(self, actor: Actor, what: str, reads: Iterable[Tensor | Span], writes: Iterable[Tensor | Span]) -> None:
         self._settle()

@@ -31,7 +31,7 @@ from torch_cgx.cli.hosts import Node
 from torch_cgx.kernels.native import available
 
 __all__ = [
-    "OVER_MESSAGES",
+    "OVER_GLOO",
     "Outcome",
     "Rank",
     "close",
@@ -266,12 +266,12 @@ def names(outcome: Outcome, *patterns: str) -> None:
         assert re.search(pattern, outcome.message), f"{pattern!r} is not in:\n{outcome.message}"
 
 
-# Groups that have no native engine send messages over Gloo, driven from Python.
-OVER_MESSAGES = {WITHOUT_ENGINE: "1", "CGX_INNER_COMMUNICATOR_TYPE": "GLOO"}
+# Groups that have no native engine run their programs over Gloo.
+OVER_GLOO = {WITHOUT_ENGINE: "1", "CGX_INNER_COMMUNICATOR_TYPE": "GLOO"}
 
 
 def apart(world: int, cross: str | None = None) -> dict[int, dict[str, str]]:
-    """Put every rank on a node of its own; `cross` carries payloads between them. None: messages driven from Python."""
+    """Put every rank on a node of its own; `cross` carries payloads between them. None: Gloo, without the engine."""
     how = {WITHOUT_ENGINE: "1"} if cross is None else {"CGX_CROSS_COMMUNICATOR_TYPE": cross}
     return {rank: {"CGX_NODE_ID": f"host-{rank}", **how} for rank in range(world)}
 

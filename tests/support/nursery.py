@@ -54,7 +54,7 @@ PRELOADED = (
     "torch_cgx.ddp",
     "torch_cgx.fsdp",
 )
-WITHOUT_ENGINE = "TEST_WITHOUT_ENGINE"  # set: groups find no native engine, and send messages from Python
+WITHOUT_ENGINE = "TEST_WITHOUT_ENGINE"  # set: groups find no native engine, and go over Gloo
 STACKS_SIGNAL = signal.SIGUSR1
 POLL_S = 0.004
 STACKS_S = 5.0  # how long a rank may take to write down where it hangs before it is killed

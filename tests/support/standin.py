@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.support.happens_before import Actor, Clock, Order
-from tests.support.ordered_staging import OrderedSharedExchange, OrderedStagedExchange
+from tests.support.ordered_staging import OrderedSharedExchange
 from torch_cgx.group.bootstrap.handshake import Joining
 from torch_cgx.group.cuda import Engine, exchanges
 from torch_cgx.group.process_group import ProcessGroupCGX
@@ -345,7 +345,6 @@ class StandInGroup(ProcessGroupCGX):
 
     def _engine(self, joining: Joining) -> Engine:
         self.device = StandInDevice()
-        exchanges.StagedExchange = OrderedStagedExchange  # type: ignore[misc]
         exchanges.SharedExchange = OrderedSharedExchange  # type: ignore[misc]
         self.kernels: NotedKernels | None = None
 
@@ -355,9 +354,8 @@ class StandInGroup(ProcessGroupCGX):
 
         return Engine("cpu", partial(self._new_group, joining), self.device, make_kernels)
 
-    def _new_group(self, joining: Joining, name: str, ranks: Sequence[int]) -> GlooForNccl:
-        store = joining.prefixed(name)
-        return GlooForNccl(self.device, store, ranks.index(joining.rank), len(ranks), joining.timeout)
+    def _new_group(self, joining: Joining) -> GlooForNccl:
+        return GlooForNccl(self.device, joining.prefixed("nccl"), joining.rank, joining.world, joining.timeout)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.support.happens_before import Race
-from tests.support.ordered_staging import OrderedStagedExchange, OrderedTransport
+from tests.support.harness import needs_native
+from tests.support.ordered_staging import OrderedSharedExchange, OrderedSharedGroup
 from tests.support.standin import Meeting, NotedKernels, StandInDevice, StandInFuture, Stream
 from torch_cgx.codecs import MaxMin
 from torch_cgx.engines.computing import Reduction
+from torch_cgx.engines.cuda.exchange import Arrival, to_host
 from torch_cgx.engines.cuda.executor import CudaExecutor, Enqueued
-from torch_cgx.engines.cuda.staged import to_host
+from torch_cgx.group.calls import collective_call
 from torch_cgx.group.cuda.side import CudaSide
 from torch_cgx.group.futures import Completions
 from torch_cgx.group.stream_work import StreamWork
@@ -23,7 +26,6 @@ from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.native import default_kernels
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Layer, make_layout, make_shares_layout
-from torch_cgx.transports import Arrival
 
 CPU = torch.device("cpu")
 NUMEL = 4096
@@ -38,7 +40,7 @@ class Echo:
     def __init__(self, device: StandInDevice) -> None:
         self._device, self._stream = device, Stream("exchanges")
 
-    def begin(self, number: int, agreed: int, peers: Any) -> None: ...
+    def begin(self, agreed: int) -> None: ...
 
     def start(self, outgoing: list[Tensor], incoming: list[Tensor], room_nbytes: int) -> Arrival:
         meeting = self._device.meet(self._stream, outgoing, incoming)
@@ -240,36 +242,29 @@ def test_what_a_callback_uses_is_kept_for_its_stream(keeps: bool) -> None:
 def _engine(device: StandInDevice) -> Any:
     from torch_cgx.group.cuda import Engine
 
-    return Engine("cpu", lambda name: None, device, default_kernels)
+    return Engine("cpu", lambda: None, device, default_kernels)
 
 
-class Letterbox:
-    """A transport over which nothing goes."""
+class Idle:
+    """A native executor that carries nothing, and says that it has."""
 
-    def __init__(self) -> None:
-        self.tags = 1 << 18
+    limit_nbytes = 1 << 20
 
-    def send(self, payload: Tensor, peer: int, tag: int) -> Any:
-        return _Sent(payload)
+    def submit(self, prepared: Any, address: int, *more: Any, **options: Any) -> tuple[int, int]:
+        return 1, 0
 
-    receive = send
-
-    def close(self) -> None: ...
-
-
-class _Sent:
-    def __init__(self, payload: Tensor) -> None:
-        self.payload = payload  # which is the transport's until it is waited for
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool:
+    def wait(self, number: int, slice_ms: int) -> bool:
         return True
 
 
+def some_call(agreed: int) -> Any:
+    return collective_call("all_to_all_single", layout=agreed)
+
+
 def staged(device: StandInDevice, after: Callable[[Arrival, Tensor], None]) -> None:
-    """One staged exchange of a payload that the current stream has just made, and what follows."""
-    exchange = OrderedStagedExchange(device, [None, Letterbox()], 0, (0, 1))  # type: ignore[list-item]
+    """One exchange through the host of a payload that the current stream has just made, and what follows."""
+    executor: Any = Idle()
+    exchange = OrderedSharedExchange(device, executor, some_call, 0, 2, timedelta(seconds=9))
     with device.using(Stream("side 1")):
         outgoing, incoming = device.empty(64, CPU), device.empty(64, CPU)
         outgoing.fill_(1)
@@ -284,44 +279,51 @@ def read_after_waiting(arrival: Arrival, incoming: Tensor) -> None:
     incoming.clone()
 
 
+@needs_native
 def test_a_staged_exchange_is_in_order() -> None:
     staged(StandInDevice(), read_after_waiting)
 
 
+@needs_native
 def test_a_host_that_sends_before_the_device_has_copied_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     device = StandInDevice()
     monkeypatch.setattr(device, "synchronize", nothing)
     with pytest.raises(
-        Race, match=r"aten.copy_.* on side 1, which writes it, and a message to 1 on the host, which rea"
+        Race, match=r"aten.copy_.* on side 1, which writes it, and the native executor on the host, which writes it"
     ):
         staged(device, read_after_waiting)
 
 
-def test_messages_that_nobody_waits_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_native
+def test_payloads_that_nobody_waits_for_are_found() -> None:
     def wait_for_none(arrival: Any, incoming: Tensor) -> None:
-        for _, host, payload in arrival.arriving:
+        for host, payload in arrival.copies:
             payload.copy_(host)
 
-    with pytest.raises(Race, match=r"a message from 1 on the host, which writes it, and aten.copy_.* on side 1"):
+    with pytest.raises(Race, match=r"the native executor on the host, which writes it, and aten.copy_.* on side 1"):
         staged(StandInDevice(), wait_for_none)
 
 
-def test_pinned_memory_that_is_freed_under_a_message_is_found() -> None:
+def test_pinned_memory_that_is_freed_under_the_executor_is_found() -> None:
     device = StandInDevice()
-    transport = OrderedTransport(Letterbox(), device)  # type: ignore[arg-type]
-    transport.receive(device.pinned(64), 1, 0)  # whom nobody waits for, and which holds nothing any more
-    with pytest.raises(Race, match="pinned memory was freed while a message from 1"):
+    shared: Any = OrderedSharedGroup(Idle(), device)  # type: ignore[arg-type]
+    host = device.pinned(64)
+    shared.submit(None, host.data_ptr())  # whom nobody waits for
+    del host
+    with pytest.raises(Race, match="pinned memory was freed while the native executor on the host"):
         device.order.check()
 
 
 def test_copying_to_the_host_and_waiting_for_it_lets_the_host_read() -> None:
     device = StandInDevice()
-    transport = OrderedTransport(Letterbox(), device)  # type: ignore[arg-type]
+    shared: Any = OrderedSharedGroup(Idle(), device)  # type: ignore[arg-type]
     with device.using(Stream("side 1")):
         payload, host = device.empty(64, CPU), device.pinned(64)
         to_host(device, [payload], [host])
-        assert transport.send(host, 1, 0).done()
-        host.copy_(payload)  # the message has left
+        number, _ = shared.submit(None, host.data_ptr())
+        assert shared.wait(number, 1)
+        host.copy_(payload)  # what was there has left
+    device.order.check()
 
 
 def test_reads_need_no_order_and_neither_do_different_bytes() -> None:

@@ -27,7 +27,7 @@ __all__ = [
     "shares_memory",
 ]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 _log = logging.getLogger("torch_cgx")
 
@@ -105,6 +105,14 @@ class Record(ctypes.Structure):
     ]
 
 
+class Mpi(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("issend", "irecv", "test", "cancel", "finalized")),
+        *((name, c_uint64) for name in ("communicator", "byte")),
+        ("stranded", c_int64),
+    ]
+
+
 class Peer(ctypes.Structure):
     _fields_ = [(name, c_int64) for name in ("pid", "life", "noted", "noted_at_ns", "waits_on")]
 
@@ -151,6 +159,7 @@ _SHARED_MEMORY: dict[str, tuple[object, list[object]]] = {
         ],
     ),
     "cgx_group_link": (c_int, [c_void_p, c_int64, c_int64, c_int]),
+    "cgx_group_link_mpi": (c_int, [c_void_p, c_int64, POINTER(Mpi), c_int]),
     "cgx_group_bell": (c_int, [c_void_p, c_int64, c_int]),
     "cgx_control_unlink": (None, [c_char_p]),
     "cgx_group_note": (c_int64, [c_void_p, POINTER(Call)]),

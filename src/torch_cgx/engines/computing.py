@@ -7,22 +7,20 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from torch_cgx.engines.combining import combine
 from torch_cgx.kernels import Kernels, Rounding
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk, Layout
-from torch_cgx.plan.program import Add, Combine, Decode, Encode, Reduce, Sum
+from torch_cgx.plan.program import Add, Decode, Encode, Reduce, Sum
 
 __all__ = ["PHASES", "Compute", "Reduction", "compute"]
 
-Compute = Encode | Reduce | Add | Combine | Sum | Decode
+Compute = Encode | Reduce | Add | Sum | Decode
 
 # What the time of a step is counted as.
 PHASES: dict[type[Compute], str] = {
     Encode: "encode_s",
     Reduce: "reduce_s",
     Add: "decode_s",
-    Combine: "decode_s",
     Sum: "reduce_s",
     Decode: "decode_s",
 }
@@ -66,9 +64,6 @@ def compute(
         out = slots[step.slot] = take(chunk.nbytes)
         scale = operation.scale if step.final else 1.0
         kernels.reduce(chunk.pieces, values, inputs, out, scale, rounding.at_stage(1), residual)
-    elif isinstance(step, Combine):
-        inputs = [slots[slot] for slot in step.inputs]
-        combine(kernels, coded(step.inputs[0]).pieces, values, inputs, operation.scale)
     elif isinstance(step, Sum):
         assert operation.share is not None
         inputs = [slots[slot] for slot in step.inputs]

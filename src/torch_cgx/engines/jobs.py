@@ -15,14 +15,11 @@ _CLOSE_S = 5.0
 
 
 class Job:
-    """One operation in the queue. `explain` makes of an error one that says more."""
+    """One operation in the queue."""
 
-    def __init__(
-        self, run: Callable[[], None], trail: Trail | None = None, explain: Callable[[CGXError], CGXError] | None = None
-    ) -> None:
+    def __init__(self, run: Callable[[], None], trail: Trail | None = None) -> None:
         self._run = run
         self._trail = trail
-        self._explain = explain
         self._ended = threading.Event()
         self._error: CGXError | None = None
 
@@ -44,8 +41,6 @@ class Job:
         except Exception as error:
             self._error = CGXError(f"the operation failed: {error}")
             self._error.__cause__ = error
-        if self._error is not None and self._explain is not None:
-            self._error = self._explain(self._error)
 
     def end(self, error: CGXError | None = None) -> None:
         self._error = self._error or error
@@ -70,10 +65,8 @@ class JobThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(
-        self, run: Callable[[], None], trail: Trail | None = None, explain: Callable[[CGXError], CGXError] | None = None
-    ) -> Job:
-        job = Job(run, trail, explain)
+    def submit(self, run: Callable[[], None], trail: Trail | None = None) -> Job:
+        job = Job(run, trail)
         with self._lock:
             if self._closed:
                 job.end(CGXError("the group has been destroyed"))

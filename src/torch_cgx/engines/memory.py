@@ -14,12 +14,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_cgx.engines.combining import combine
 from torch_cgx.errors import ProgramError
 from torch_cgx.kernels import NEAREST, Kernels, Piece, Rounding
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Layout, Slice
-from torch_cgx.plan.program import Add, Combine, Encode, Program, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.program import Add, Encode, Program, Receive, Reduce, Send, Step, Sum
 
 __all__ = ["all_gather", "allreduce", "reduce_scatter", "run"]
 
@@ -177,10 +176,6 @@ class _Rank:
             self.kernels.reduce(
                 pieces, self.values, inputs, self._new_slot(step), scale, self._rounding(1), self.residual
             )
-        elif isinstance(step, Combine):
-            inputs = [self.slots[slot].data for slot in step.inputs]
-            pieces = self._pieces(step.chunk, self.slots[step.inputs[0]].exact)
-            combine(self.kernels, pieces, self.values, inputs, self.scale)
         elif isinstance(step, Sum):
             assert self.share is not None
             inputs = [self.slots[slot].data for slot in step.inputs]

@@ -115,8 +115,8 @@ class Allreduces(ReduceScatters):
         if side is None or device.type != side.kind:
             super()._start_coalescing(device)
         else:
-            with side.turn(self._lock):
-                side.carry(partial(side.carrier._start_coalescing))
+            with self._lock:
+                side.carrier._start_coalescing()
                 self._coalescing = True
 
     def _end_coalescing(self, device: torch.device) -> Any:

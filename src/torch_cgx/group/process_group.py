@@ -24,32 +24,32 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from torch_cgx import _native
-from torch_cgx.checked import NativeComparison, Nothing, Starter
+from torch_cgx.checked import NativeComparison, Nothing, Starter, hang_up
 from torch_cgx.config import Compression, Settings
 from torch_cgx.engines.host.native import SharedGroup
+from torch_cgx.engines.plain import PlainEngine
 from torch_cgx.engines.recorder import GroupRecorder, process_recorder
 from torch_cgx.errors import CGXError, MismatchError
-from torch_cgx.executors.messages import MessageExecutor
 from torch_cgx.group import notices
 from torch_cgx.group.allreduces import EXACT, milliseconds
 from torch_cgx.group.bootstrap import handshake
 from torch_cgx.group.bootstrap.handshake import Joining
-from torch_cgx.group.bootstrap.linked import open_linked_group, wants_links
+from torch_cgx.group.bootstrap.linked import open_linked_group
+from torch_cgx.group.bootstrap.mpi_process import finalises_at_exit
 from torch_cgx.group.bootstrap.rendezvous import meet
-from torch_cgx.group.bootstrap.topology import open_executor, topology_of
+from torch_cgx.group.bootstrap.topology import topology_of
 from torch_cgx.group.calls import collective_call, describe, options_from
 from torch_cgx.group.cuda import CudaSide, Engine, cuda_engine, cuda_problem, open_side
 from torch_cgx.group.dynamo import skip_package
 from torch_cgx.group.futures import Completions
 from torch_cgx.group.layer_table import LayerTable
 from torch_cgx.group.moves import Moves
-from torch_cgx.group.reducers import MessageReducer, Reducer, SharedReducer
+from torch_cgx.group.reducers import PlainReducer, Reducer, SharedReducer
 from torch_cgx.group.requests import Place, Request
 from torch_cgx.group.trace_signal import listen
 from torch_cgx.group.work import CarriedWork, CompositeWork, DoneWork, EndOf
 from torch_cgx.inquiry import Inquiry
-from torch_cgx.transports.gloo import hang_up
-from torch_cgx.transports.mpi_process import finalises_at_exit
+from torch_cgx.kernels.native import default_kernels, thread_count
 from torch_cgx.version import warn_of_conflict
 
 __all__ = ["ProcessGroupCGX", "create", "live_groups"]
@@ -113,7 +113,7 @@ class ProcessGroupCGX(Moves):
         multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
 
     def _connect(self, prefixed: Callable[[str], c10d.Store]) -> None:
-        """All that reaches the other ranks: Gloo's connections, shared memory or messages, the CUDA side."""
+        """Open all that reaches the other ranks: Gloo's connections, shared memory and links, the CUDA side."""
         rank, world, members = self._rank, self._world, self._members
         self._shared: SharedGroup | None = None
         self._inquiry: Inquiry | None = None  # in the board's place
@@ -128,21 +128,22 @@ class ProcessGroupCGX(Moves):
         place = Place(rank, world, self._settings, self.layers, self._completions, self._recorder)
         if world > 1 and members.one_host and all(members.native) and self._settings.inner_communicator == "SHM":
             self._shared = handshake.open_shared_group(joining, "cgx")
-        transport = self._settings.message_transport(members.one_host) or "messages"
-        if world > 1 and self._shared is None and wants_links(self._settings, members):
-            transport = "TCP"
-            self._shared = open_linked_group(joining)
-            self._starter = Starter(self._gloo, None)
+        carrier = "GLOO"
+        if world > 1 and self._shared is None and all(members.native):
+            self._shared, carrier = open_linked_group(joining)
+            self._starter = Starter(self._gloo, None, self._timeout)
         if self._shared is not None:
             self._reducer = SharedReducer(self._shared, place, topology_of(members.nodes, self._settings))
         elif world > 1:
-            executor, topology = open_executor(joining)
-            hang_up_all = partial(_hang_up_all, executor, self._gloo)
-            self._inquiry = Inquiry(prefixed("cgx inquiry"), rank, self._global_ranks, hang_up_all)
-            self._starter = Starter(self._gloo, self._inquiry)
-            self._reducer = MessageReducer(executor, topology, place, self._inquiry)
+            handshake.check_plain(joining)
+            self._inquiry = Inquiry(prefixed("cgx inquiry"), rank, self._global_ranks, partial(hang_up, self._gloo))
+            self._starter = Starter(self._gloo, self._inquiry, self._timeout)
+            threads = thread_count(self._settings.num_threads, members.ranks_here(rank))
+            engine = PlainEngine(self._gloo, default_kernels(self._settings.simd, threads), rank)
+            facts = (self._starter, self._inquiry, place, self._lock, f"rank {self._global_ranks[rank]}")
+            self._reducer = PlainReducer(engine, *facts)
         sharing = None if self._shared is None or self._shared.linked else self._shared
-        self._recorder.attach(self, transport if sharing is None else "SHM", self._shared)
+        self._recorder.attach(self, carrier if sharing is None else "SHM", self._shared)
         if members.all_have_cuda:
             number = None
             if sharing is None and world > 1:
@@ -217,6 +218,8 @@ class ProcessGroupCGX(Moves):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        if self._starter is not None:
+            self._starter.timeout = timeout
         for reducer in self._reducers():
             reducer.set_timeout(timeout)
         if self._cuda is not None:
@@ -274,7 +277,7 @@ class ProcessGroupCGX(Moves):
             raise ValueError(f"{operation}: expected a root from 0 to {self._world - 1}, got {root}")
         carrier = None if self._cuda is None else self._cuda.carrier
         side = self._cuda if run is not None and carrier is getattr(run.func, "__self__", self) else None
-        with self._lock if side is None else side.turn(self._lock):
+        with self._lock:
             call = collective_call(operation, dtype, shape, reduction=reduction, root=root, layout=layout)
             comparison: NativeComparison | None = None
             asynchronous = getattr(run.args[-1], "asyncOp", True) if run is not None and run.args else True
@@ -291,9 +294,7 @@ class ProcessGroupCGX(Moves):
                     trail.finish()
                     return DoneWork(result, self._completions)
                 with record_function(f"cgx::{operation}"):
-                    if side is not None:
-                        inner = side.carry(run)
-                    elif self._starter is None:
+                    if side is not None or self._starter is None:
                         inner = run()
                     else:
                         inner = self._starter.carry(call, sequence, run, asynchronous, comparison)
@@ -348,7 +349,7 @@ class ProcessGroupCGX(Moves):
 
     @property
     def carrier(self) -> str:
-        """What its own allreduces go over: SHM, or the name of a transport."""
+        """Return what its own allreduces go over: SHM, TCP, MPI, or GLOO without the native engine."""
         return self._recorder.carrier
 
     def stats(self) -> dict[str, float]:
@@ -379,12 +380,6 @@ class ProcessGroupCGX(Moves):
 
 def _nothing(opts: Any) -> Nothing:
     return Nothing()
-
-
-def _hang_up_all(executor: MessageExecutor, gloo: Any) -> None:
-    """Close the connections of a group that has failed."""
-    executor.hang_up()
-    hang_up(gloo)
 
 
 def _close(reference: weakref.ref[ProcessGroupCGX]) -> None:

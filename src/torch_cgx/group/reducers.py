@@ -1,4 +1,4 @@
-"""Reducers carry out the collectives that cgx runs itself: natively over shared memory and links, or over messages.
+"""Reducers carry out the collectives that cgx runs itself: natively, or over Gloo where a rank lacks the native engine.
 
 Both take the same `Request` and return a handle. The backend decides what is asked of them; they decide nothing, but
 keep what can be kept between operations of the same shape.
@@ -15,10 +15,10 @@ from typing import Protocol
 
 import torch
 
+from torch_cgx.checked import Starter
 from torch_cgx.engines.host.native import Prepared, SharedGroup, make_plan
+from torch_cgx.engines.plain import PlainEngine
 from torch_cgx.errors import CGXError
-from torch_cgx.executors.messages import MessageExecutor
-from torch_cgx.executors.slicing import message_slice_nbytes
 from torch_cgx.group.requests import (
     PREPARED,
     Counts,
@@ -32,16 +32,12 @@ from torch_cgx.group.requests import (
     note_change,
     share_meanings,
 )
-from torch_cgx.group.work import CompositeWork, JobWork, PolledWork, SharedWork
+from torch_cgx.group.work import CarriedWork, CompositeWork, PolledWork, SharedWork
 from torch_cgx.inquiry import Inquiry
 from torch_cgx.plan.algorithms import IN_SHARES, Topology
 from torch_cgx.tensors import copy_values
 
-__all__ = ["MessageReducer", "Reducer", "SharedReducer"]
-
-# Everybody sends everything to all where this many bytes of values, times the ranks, or fewer are reduced: one message
-# instead of two that wait for each other.
-_TINY_NBYTES = 256 << 10
+__all__ = ["PlainReducer", "Reducer", "SharedReducer"]
 
 
 class Reducer(Protocol):
@@ -193,47 +189,50 @@ class SharedReducer:
         self._pending.clear()
 
 
-class MessageReducer:
-    """Hands requests to the message executor."""
+class PlainReducer:
+    """Has Gloo carry requests, in one order with all else that it carries: see `PlainEngine`.
 
-    def __init__(self, executor: MessageExecutor, topology: Topology, place: Place, inquiry: Inquiry) -> None:
-        self._executor = executor
-        self._meanings = Meanings(place, topology)
-        self._tiny_meanings = Meanings(place, Topology.flat("ALL_TO_ALL", place.world))
-        self._share_meanings = share_meanings(place)
-        self._place = place
+    `lock` is the group's. `name` is what errors call this rank.
+    """
+
+    def __init__(
+        self, engine: PlainEngine, starter: Starter, inquiry: Inquiry, place: Place, lock: threading.Lock, name: str
+    ) -> None:
+        self._engine = engine
+        self._starter = starter
         self._inquiry = inquiry
-        self._lock = threading.Lock()
+        self._place = place
+        self._lock = lock
+        self._name = name
+        self._meanings = Meanings(place, Topology.flat("SRA", place.world))
+        self._share_meanings = share_meanings(place)
         self.reset_stats()
 
-    def submit(self, request: Request) -> JobWork:
-        tensor, place = request.tensor, self._place
-        nbytes = tensor.numel() * tensor.element_size()
-        if request.algorithm is not None:
-            meanings = self._share_meanings[request.algorithm]
-        else:
-            meanings = self._tiny_meanings if nbytes * place.world <= _TINY_NBYTES else self._meanings
-        slice_nbytes = message_slice_nbytes(nbytes, place.settings.fusion_nbytes, meanings.topology)
-        meaning = meanings.of(request, slice_nbytes)
+    def submit(self, request: Request) -> CarriedWork:
+        place = self._place
+        meanings = self._meanings if request.algorithm is None else self._share_meanings[request.algorithm]
+        meaning = meanings.of(request, place.settings.fusion_nbytes)
+        call = meanings.call(request, meaning)
         reduction = make_reduction(request, meaning, place, meanings.topology)
-        reduce = self._executor.allreduce_widened if meaning.widened else self._executor.allreduce
+        timeout = timedelta(milliseconds=request.timeout_ms)
         with self._lock:
-            number = self._inquiry.note(meanings.call(request, meaning))
+            number = self._inquiry.note(call)
             trail = begin_trail(request, place, reduction, number)
-            explain = partial(self._inquiry.explain, number=number)
-            job = reduce(reduction.numbered(number), trail, explain)
+            run = partial(self._engine.run, reduction.numbered(number), timeout, trail)
+            handle = self._starter.carry(call, number, run, request.asynchronous, timeout=timeout)
             self._counts.add(request, meaning)
-        return JobWork(job, request.result, place.completions, self._inquiry)
+        what = f"{request.operation} (operation {number} of {self._name})"
+        return CarriedWork(handle, what, None, self._inquiry, number, request.result, place.completions, trail)
 
     def stats(self) -> dict[str, float]:
-        return {**self._counts.figures, **self._executor.stats()}
+        return {**self._counts.figures, **self._engine.figures}
 
     def reset_stats(self) -> None:
         self._counts = Counts()
-        self._executor.reset_stats()
+        self._engine.reset_figures()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._executor.set_timeout(timeout)
+        """Requests bring theirs."""
 
     def close(self) -> None:
-        self._executor.close()
+        """The group ends what Gloo carries."""

@@ -23,10 +23,9 @@ from torch_cgx.group.futures import SLICE_MS, Completions
 
 if TYPE_CHECKING:
     from torch_cgx.engines.host.native import SharedGroup
-    from torch_cgx.engines.jobs import Job
     from torch_cgx.inquiry import Inquiry
 
-__all__ = ["CarriedWork", "CompositeWork", "DoneWork", "EndOf", "JobWork", "PolledWork", "SharedWork"]
+__all__ = ["CarriedWork", "CompositeWork", "DoneWork", "EndOf", "PolledWork", "SharedWork"]
 
 _CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
 _DYING_S = 1.0  # how long the death of a peer may take to show after its connection was lost
@@ -168,24 +167,6 @@ class _Patience:
         elif now_s - self._began_s > self._asks_s:
             self._began_s, self._asks_s = now_s, min(2 * self._asks_s, _WONDER_S[1])
             self._inquiry.wonder()
-
-
-class JobWork(PolledWork):
-    """An operation that the message executor's thread runs."""
-
-    def __init__(
-        self, job: Job, result: list[torch.Tensor], completions: Completions, inquiry: Inquiry | None = None
-    ) -> None:
-        super().__init__(result, completions)
-        self._job = job
-        self._patience = None if inquiry is None else _Patience(inquiry)
-
-    def _poll(self, slice_ms: int) -> bool:
-        if self._job.wait(slice_ms / 1000):
-            return True
-        if self._patience is not None:
-            self._patience.check()
-        return False
 
 
 class CarriedWork(PolledWork):

@@ -1,4 +1,4 @@
-"""Sums of payloads, made of decoding: for kernel sets without one call that does it, and for sums of payloads alone.
+"""Sums of payloads, made of decoding: for kernel sets without one call that does it.
 
 Summed in float32 (float64 tensors: in float64). Nothing here makes the host wait for the tensors' device.
 """
@@ -57,29 +57,26 @@ class Total:
             target.masked_fill_(torch.isnan(target), torch.nan)
 
 
-def add_payloads(
-    kernels: _Decodes, total: Total, payloads: Sequence[Tensor], dtype: torch.dtype, *, begun: bool
-) -> None:
-    """Add the decoded payloads of a tensor of this dtype, in order; `begun` False: the first one is written over it."""
+def add_payloads(kernels: _Decodes, total: Total, payloads: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Add the decoded payloads of a tensor of this dtype, in order."""
     if total.values.dtype == dtype:
-        for number, payload in enumerate(payloads):
-            kernels.decode(total.pieces, payload, total.values, add=begun or number > 0)
+        for payload in payloads:
+            kernels.decode(total.pieces, payload, total.values, add=True)
     else:
-        _add_narrow(kernels, total, payloads, dtype, begun)
+        _add_narrow(kernels, total, payloads, dtype)
 
 
-def _add_narrow(kernels: _Decodes, total: Total, payloads: Sequence[Tensor], dtype: torch.dtype, begun: bool) -> None:
+def _add_narrow(kernels: _Decodes, total: Total, payloads: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Levels decode to float32 whatever the dtype is, but raw values lie in the payload in the dtype itself."""
     values = total.values
     arrived = torch.empty(values.numel() if total._with_raw else 0, dtype=dtype, device=values.device)
-    for number, payload in enumerate(payloads):
-        add = begun or number > 0
-        kernels.decode(total.quantized, payload, values, add=add)
+    for payload in payloads:
+        kernels.decode(total.quantized, payload, values, add=True)
         kernels.decode(total._with_raw, payload, arrived)
         for piece in total._with_raw:
             end = piece.offset + piece.numel
             raw = slice(end - piece.raw_tail, end)
-            values[raw] = values[raw] + arrived[raw].float() if add else arrived[raw].float()
+            values[raw] += arrived[raw].float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch_cgx.errors import ProgramError
-from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
+from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Sum
 
 __all__ = [
     "Message",
@@ -55,8 +55,8 @@ def check(
     2. Run without values, no rank waits for ever, no slot is read before it is written or written twice, and what
        is summed in one step is coded alike.
     3. No sum counts a contribution twice, and none is scaled twice or added to once it is scaled.
-    4. In the end every rank holds every chunk that anybody touched, all from the same payload, or from the same
-       payloads combined in the same order; and that is the sum of the contributions of all ranks, scaled.
+    4. In the end every rank holds every chunk that anybody touched, all from the same payload; and that is the sum of
+       the contributions of all ranks, scaled.
     5. A rank quantizes a chunk at most once, so that what it loses of each value is one number: its residual.
 
     A chunk that no program touches is empty and needs nothing. `chunk_nbytes` and `exact_nbytes` are the lengths of
@@ -152,14 +152,13 @@ def _report(
 
 
 class _Origin(NamedTuple):
-    """Where the bits of values come from. The same origin means the same bits."""
+    """The payload that the bits of values come from, by who first held it. The same origin means the same bits."""
 
-    payloads: tuple[tuple[int, str], ...]  # by the rank and slot that first held them
-    combined: bool = False
+    rank: int
+    slot: str
 
     def __str__(self) -> str:
-        names = ", ".join(f"slot {slot} of rank {rank}" for rank, slot in self.payloads)
-        return f"the combination of {names}" if self.combined else f"the payload of {names}"
+        return f"the payload of slot {self.slot} of rank {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ class _Rank:
             contents.append(content)
         return contents
 
-    def total(self, contents: Iterable[_Content], chunk: int, scaled: bool, origin: _Origin | None = None) -> _Content:
+    def total(self, contents: Iterable[_Content], chunk: int, scaled: bool) -> _Content:
         """The sum of these, not encoded."""
         quantizations: dict[int, int] = {}
         parts = list(contents)
@@ -234,12 +233,12 @@ class _Rank:
                 quantizations[contributor] = times
         if any(content.scaled for content in parts):
             raise self.fail("what is summed up was scaled already")
-        return _Content(chunk, quantizations, origin, scaled)
+        return _Content(chunk, quantizations, scaled=scaled)
 
     def write_encoded(self, content: _Content, slot: str, exact: bool) -> _Content:
         """This, quantized once more, unless it is exact, into a slot."""
         quantizations = {rank: times + (not exact) for rank, times in content.quantizations.items()}
-        coded = _Content(content.chunk, quantizations, _Origin(((self.rank, slot),)), content.scaled, exact)
+        coded = _Content(content.chunk, quantizations, _Origin(self.rank, slot), content.scaled, exact)
         self.write(slot, coded)
         self.quantized[content.chunk] += not exact
         return coded
@@ -299,7 +298,7 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
         raise _circular_wait(list(waiting_for.values()))
 
 
-def _compute(rank: _Rank, step: Encode | Reduce | Add | Combine | Sum | Decode) -> None:
+def _compute(rank: _Rank, step: Encode | Reduce | Add | Sum | Decode) -> None:
     chunk = step.chunk
     if isinstance(step, Encode):
         rank.write_encoded(rank.value(chunk), step.slot, step.exact)
@@ -309,14 +308,6 @@ def _compute(rank: _Rank, step: Encode | Reduce | Add | Combine | Sum | Decode) 
         rank.values[chunk] = rank.write_encoded(total, step.slot, step.exact)
     elif isinstance(step, Add):
         rank.values[chunk] = rank.total([rank.value(chunk), rank.read_chunk(step.slot, chunk)], chunk, scaled=False)
-    elif isinstance(step, Combine):
-        if not step.inputs:
-            raise rank.fail("expected at least one slot")
-        inputs = rank.inputs(step.inputs, chunk, rank.read(step.inputs[0]).exact)
-        origin = _Origin(
-            tuple(payload for content in inputs if content.origin for payload in content.origin.payloads), True
-        )
-        rank.values[chunk] = rank.total(inputs, chunk, True, origin)
     elif isinstance(step, Sum):
         if chunk != rank.rank:
             raise rank.fail(f"chunk {chunk} is not in this rank's share")
@@ -401,5 +392,5 @@ def _check_sum(chunk: int, result: _Content, world: int) -> int:
     if missing:
         raise ProgramError(f"chunk {chunk}: the sum misses the contributions of ranks {missing}")
     if not result.scaled:
-        raise ProgramError(f"chunk {chunk}: the sum is never scaled: expected a final reduce, a combine or a sum")
+        raise ProgramError(f"chunk {chunk}: the sum is never scaled: expected a final reduce or a sum")
     return max(result.quantizations.values())

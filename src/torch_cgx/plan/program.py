@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 __all__ = [
     "Add",
-    "Combine",
     "Decode",
     "Encode",
     "Program",
@@ -91,20 +90,6 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Combine:
-    """My values of a chunk become the sum of the inputs, decoded, in this order; scaled, and rounded once.
-
-    My own contribution is one of the inputs, so that whoever combines the same payloads ends with the same bits.
-    """
-
-    inputs: tuple[str, ...]
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"combine {', '.join(self.inputs) or 'nothing'} over chunk {self.chunk}"
-
-
-@dataclass(frozen=True, slots=True)
 class Sum:
     """My share becomes the sum of my values of a chunk and the inputs, decoded, in this order; scaled, rounded once.
 
@@ -129,7 +114,7 @@ class Decode:
         return f"decode  {self.slot} over chunk {self.chunk}"
 
 
-Step: TypeAlias = Encode | Send | Receive | Reduce | Add | Combine | Sum | Decode
+Step: TypeAlias = Encode | Send | Receive | Reduce | Add | Sum | Decode
 Program: TypeAlias = tuple[Step, ...]
 
 

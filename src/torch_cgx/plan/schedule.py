@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from torch_cgx.plan.algorithms import Topology
-from torch_cgx.plan.program import Combine, Encode, Program, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.program import Program, Receive, Send, Step
 from torch_cgx.plan.programs import SharedSlot, programs_for
 
-__all__ = ["AHEAD", "Levels", "Schedule", "levels_for", "levels_of", "schedule_for", "slots_of", "staged_slices"]
-
-# A receive is posted so many ticks before its time. A payload for which none is posted yet waits at its sender, and the
-# word that one is there now waits behind all other payloads on the link.
-AHEAD = 3
+__all__ = ["Levels", "Schedule", "levels_for", "levels_of", "schedule_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +24,6 @@ class Schedule:
     """One rank's program, by levels."""
 
     levels: tuple[Program, ...]  # as many on every rank; those of a rank may be empty
-    spent: tuple[tuple[str, ...], ...]  # by level: slots that no later step needs, and that were not sent
-    peers: frozenset[int]  # whom this rank sends to or receives from
     slots: dict[str, SharedSlot]  # all ranks'
 
     def level(self, level: int) -> Program:
@@ -58,36 +52,10 @@ def schedule_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> S
     by_rank = levels_of(programs)
     depth = max((level for levels in by_rank for level in levels), default=0)
     mine = list(zip(programs[rank], by_rank[rank], strict=True))
-    last_use = {slot: level for step, level in mine for slot in slots_of(step)}
-    sent = {step.slot for step in programs[rank] if isinstance(step, Send)}
     return Schedule(
         levels=tuple(tuple(step for step, of_step in mine if of_step == level) for level in range(depth + 1)),
-        spent=tuple(
-            tuple(slot for slot, last in last_use.items() if last == level and slot not in sent)
-            for level in range(depth + 1)
-        ),
-        peers=frozenset(step.peer for step in programs[rank] if isinstance(step, Send | Receive)),
         slots=slots,
     )
-
-
-@lru_cache(maxsize=64)
-def staged_slices(topology: Topology, ahead: int) -> int:
-    """How many slices' payloads lie in a rank's memory at once, at most: those under way, times what each needs.
-
-    With receives posted `ahead` ticks before their time. Exact payloads count like compressed ones.
-    """
-    programs, _ = programs_for(topology, (True,) * topology.n_chunks)
-    levels = max((level for levels in levels_of(programs) for level in levels), default=0) + 1
-    slots = max(sum(isinstance(step, Encode | Reduce | Receive) for step in program) for program in programs)
-    return -(-slots * (levels + ahead) // topology.n_chunks)
-
-
-def slots_of(step: Step) -> tuple[str, ...]:
-    """Return the slots that a step reads, writes or moves."""
-    if isinstance(step, Combine | Sum):
-        return step.inputs
-    return (*step.inputs, step.slot) if isinstance(step, Reduce) else (step.slot,)
 
 
 def levels_of(programs: Sequence[Program]) -> list[list[int]]:

@@ -2,9 +2,9 @@
 
 Nothing is computed and nothing is sent, but steps, their order and the lengths of payloads are those of the executors:
 slices overlap as `schedule` says, and with `rounds` a rank sends what it has only after all steps of a level, as
-`engines.cuda` does; else at once, as `executors.pipeline` does. The model of time:
+`engines.cuda` does; else at once, as `engines.host` does. The model of time:
 
-1. A rank has a processor. Encode, reduce, add, combine and decode occupy it for the bytes of values over the kernel's
+1. A rank has a processor. Encode, reduce, add, sum and decode occupy it for the bytes of values over the kernel's
    speed.
 2. A rank has a link to the other ranks of its node, and a node has one to other nodes, which its ranks share. A link
    is full duplex: messages leave one after the other in the order in which they were sent, and enter one after the
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Slice
-from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Step, Sum
 from torch_cgx.plan.programs import programs_for
 from torch_cgx.plan.schedule import levels_of
 
@@ -136,7 +136,7 @@ def kernel_s(step: Step, size: Size, speeds: Speeds, exact: bool, foreign: float
             seconds = values / speeds.reduce + (inputs - 1) * values / speeds.more
     elif isinstance(step, Add):
         seconds = values / (speeds.sum if raw else speeds.add)
-    elif isinstance(step, Combine | Sum):
+    elif isinstance(step, Sum):
         seconds = len(step.inputs) * values / (speeds.sum if raw else speeds.add)
     else:
         assert isinstance(step, Decode)
@@ -208,10 +208,10 @@ def simulate(
     return play(scripts, list(durations), list(lengths), costs)
 
 
-def is_exact(step: Encode | Reduce | Add | Combine | Sum | Decode, known: dict[str, tuple[int, bool]]) -> bool:
+def is_exact(step: Encode | Reduce | Add | Sum | Decode, known: dict[str, tuple[int, bool]]) -> bool:
     if isinstance(step, Encode | Reduce):
         return step.exact
-    return known[step.inputs[0] if isinstance(step, Combine | Sum) else step.slot][1]
+    return known[step.inputs[0] if isinstance(step, Sum) else step.slot][1]
 
 
 def ordered(

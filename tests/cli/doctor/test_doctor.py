@@ -14,8 +14,8 @@ from torch_cgx.cli.doctor import command, interfaces, software, text, trial
 from torch_cgx.cli.doctor.interfaces import Interface
 from torch_cgx.cli.doctor.software import Mpi
 from torch_cgx.cli.doctor.trial import Attempt
+from torch_cgx.group.bootstrap import mpi_process
 from torch_cgx.kernels import native
-from torch_cgx.transports import mpi_process
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -79,7 +79,7 @@ def test_json_has_all_of_it(capsys: Capture, monkeypatch: Patch, attempts: list[
     assert facts["origins"]["bits"] == {"variable": "CGX_COMPRESSION_QUANTIZATION_BITS", "from": "variable"}
     assert facts["origins"]["bucket_size"] == {"variable": "CGX_COMPRESSION_BUCKET_SIZE", "from": "default"}
     assert facts["machine"]["cores"] >= 1
-    assert facts["transports"]["GLOO"] == "available" and "MPI" in facts["transports"]
+    assert facts["transports"]["TCP"] == "available" and "MPI" in facts["transports"]
     assert facts["trials"][0]["same_bits"] is True
     assert {"mpi", "nccl", "triton", "gpus", "interfaces", "gloo", "shared_memory", "advice"} <= facts.keys()
 

@@ -90,21 +90,12 @@ def test_what_a_variable_changes_is_said_to_come_from_it(variable: str) -> None:
 @pytest.mark.parametrize("variable", [name for name in VALUES if name not in ("CGX_TRACE_DIR", "CGX_SIMD")])
 def test_a_value_is_shown_as_its_variable_would_have_it(variable: str) -> None:
     settings = by_name({variable: VALUES[variable]}).values()
-    shown = [setting.text for setting in settings if setting.label in (variable, f"{variable} (CUDA)")]
+    shown = [setting.text for setting in settings if setting.label == variable]  # of CUDA: what it makes of it
     assert shown and set(shown) == {VALUES[variable]}
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
     assert by_name({"CGX_COMPRESSION_SEED": " "})["seed"].origin == "default"
-
-
-def test_the_variable_between_nodes_goes_before_that_within_them() -> None:
-    both = {"CGX_INNER_COMMUNICATOR_TYPE": "SHM", "CGX_CROSS_COMMUNICATOR_TYPE": "NCCL"}
-    assert by_name(both)["cuda_cross_communicator"].came_from == "variable"
-    del both["CGX_CROSS_COMMUNICATOR_TYPE"]
-    decided = by_name(both)["cuda_cross_communicator"]
-    assert decided.label == "CGX_CROSS_COMMUNICATOR_TYPE (CUDA)"
-    assert (decided.value, decided.came_from) == (None, "CGX_INNER_COMMUNICATOR_TYPE")
 
 
 def test_what_the_program_asked_for_goes_before_the_variable() -> None:

@@ -19,18 +19,17 @@ from tests.support.standin import Meeting, NotedKernels, StandInDevice, Stream
 from torch_cgx.codecs import Identity, MaxMin
 from torch_cgx.engines import memory
 from torch_cgx.engines.computing import Reduction
+from torch_cgx.engines.cuda.exchange import Arrival
 from torch_cgx.engines.cuda.executor import CudaExecutor
 from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.native import default_kernels
 from torch_cgx.plan.algorithms import IN_SHARES, Topology
 from torch_cgx.plan.layout import Layer, Layout, make_layout, make_shares_layout
 from torch_cgx.plan.rounds import rounds_for
-from torch_cgx.transports import Arrival
 
 TOPOLOGIES = {
     "SRA": Topology.flat("SRA", 3),
     "RING": Topology.flat("RING", 4),
-    "ALL_TO_ALL": Topology.flat("ALL_TO_ALL", 3),
     "two nodes": Topology("SRA", (0, 0, 1, 1, 1)),
     "two nodes, two shares": Topology("SRA", (0, 1, 0, 1), shares=2),
     "two nodes, a ring, exact inside": Topology("RING", (0, 0, 1), compress_inside=False),
@@ -61,8 +60,8 @@ class HallExchange:
         self._stream = Stream("exchanges")
         self._number = -1
 
-    def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
-        self._device.say("begin", number, agreed, tuple(peers))
+    def begin(self, agreed: int) -> None:
+        self._device.say("begin", agreed)
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
         self._device.say("exchange", self._device.here.name)
@@ -219,7 +218,7 @@ def test_a_reduce_scatter_keeps_the_share_too_and_has_one_exchange_a_slice() -> 
             ("keep", 2048, "side 1"),
             ("record", 1, "caller"),
             ("hold back", "side 1", 1),
-            ("begin", 3, 7, (1 - devices_rank(device),)),
+            ("begin", 7),
             ("encode", "side 1"),
             ("exchange", "side 1"),
             ("arrived", "side 1"),
@@ -236,13 +235,12 @@ def test_kernels_exchanges_and_events_come_in_this_order() -> None:
     fields = {"layout": layout, "topology": topology, "scale": 1.0, "rounding": Rounding(op=3), "agreed": 7}
     values = [torch.ones(4096), torch.ones(4096)]
     for device in run_all(values, [torch.zeros(4096), torch.zeros(4096)], **fields):
-        peer = 1 - devices_rank(device)
         assert device.log == [
             ("keep", 4096, "side 1"),
             ("keep", 4096, "side 1"),
             ("record", 1, "caller"),
             ("hold back", "side 1", 1),
-            ("begin", 3, 7, (peer,)),
+            ("begin", 7),
             ("encode", "side 1"),
             ("exchange", "side 1"),
             ("arrived", "side 1"),
@@ -253,12 +251,6 @@ def test_kernels_exchanges_and_events_come_in_this_order() -> None:
             ("record", 2, "side 1"),
             ("hold back", "caller", 2),
         ]
-
-
-def devices_rank(device: StandInDevice) -> int:
-    """By whom it says that it talks to."""
-    (begun,) = [entry for entry in device.log if entry[0] == "begin"]
-    return 1 - int(begun[3][0])
 
 
 def test_one_slice_is_encoded_while_the_one_before_is_exchanged() -> None:

@@ -85,8 +85,3 @@ def test_a_ring_takes_no_more_than_the_slots_of_its_hops_and_sums() -> None:
     ((memory_nbytes, payload_nbytes),) = sizes
     # Each of 4 chunks is written by 3 hops and as a sum, and every slot is rounded up to a cache line.
     assert 8 * payload_nbytes <= memory_nbytes <= 8 * payload_nbytes + 32 * 64
-
-
-def test_a_program_that_the_native_executor_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected steps that the engine knows, got combine"):
-        plan_for(4000, MaxMin(4, 64), 3, algorithm="ALL_TO_ALL")

@@ -11,14 +11,11 @@ import torch.distributed as dist
 import torch_cgx
 from tests.support.gradients import BITS, noise
 from tests.support.harness import Rank, names, observe_ranks, raised, run_ranks
-from tests.support.on_device import CROSS, STAGED, WAYS, start, the_group
+from tests.support.on_device import STAGED, WAYS, start, the_group
 from tests.support.standin import StandInGroup
 from torch_cgx.group import process_group
 
 pytestmark = pytest.mark.ranks
-
-BOTH = {CROSS: "GLOO"}  # with two nodes: NCCL within, Gloo between
-PLACES = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate("001")}
 
 
 def how_it_left(log: list[tuple[Any, ...]]) -> list[str]:
@@ -43,16 +40,11 @@ def leave(me: Rank, how: str) -> list[str]:
     return how_it_left(log)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "NCCL and Gloo"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", ["done", "failed", "aborted", "exited"])
 def test_who_leaves_a_group_that_has_failed_or_exits_waits_for_nobody(how: str, way: str) -> None:
-    divided = way == "NCCL and Gloo"
-    env, places = (BOTH, PLACES) if divided else (WAYS[way], None)
-    world = 3 if divided else 2
-    lefts = run_ranks(leave, world, None, how, env={BITS: "4", **env}, rank_env=places, destroy=False)
-    for rank, left in enumerate(lefts):
-        communicators = 2 if divided and rank < 2 else 1  # who is alone on his node has none within
-        assert left == ["shutdown" if how == "done" else "abort"] * communicators
+    lefts = run_ranks(leave, 2, None, how, env={BITS: "4", **WAYS[way]}, destroy=False)
+    assert lefts == [["shutdown" if how == "done" else "abort"]] * 2
 
 
 def one_fails(me: Rank) -> StandInGroup:
@@ -74,7 +66,7 @@ def leave_whose_peer_failed(me: Rank) -> list[str]:
     return how_it_left(log)
 
 
-@pytest.mark.parametrize("way", ["NCCL", "shared memory"])
+@pytest.mark.parametrize("way", WAYS)
 def test_so_does_who_leaves_when_a_peer_has_failed(way: str) -> None:
     env = {BITS: "4", **WAYS[way]}
     assert run_ranks(leave_whose_peer_failed, 2, None, env=env, destroy=False) == [["abort"]] * 2
@@ -87,7 +79,7 @@ def goes_on_exactly(me: Rank) -> None:
 
 
 def test_peers_learn_of_a_staged_operation_that_failed() -> None:
-    env = {BITS: "4", **STAGED["shared memory"]}
+    env = {BITS: "4", **STAGED}
     for outcome in observe_ranks(goes_on_exactly, 2, None, env=env, destroy=False):
         raised(outcome, "CGXError", "PoisonedError")
         names(outcome, "illegal memory access was encountered")
@@ -120,7 +112,7 @@ def set_it(me: Rank) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_timeout_reaches_nccl_where_payloads_are_staged(world: int) -> None:
-    run_ranks(set_it, world, None, env={BITS: "4", **STAGED["Gloo"]})
+    run_ranks(set_it, world, None, env={BITS: "4", **STAGED})
 
 
 def waits_in_vain(me: Rank) -> None:
@@ -134,6 +126,5 @@ def waits_in_vain(me: Rank) -> None:
     me.meet("over")
 
 
-@pytest.mark.parametrize("way", STAGED)
-def test_a_staged_operation_has_the_timeout_of_its_call(way: str) -> None:
-    run_ranks(waits_in_vain, 2, None, env={BITS: "4", **STAGED[way]}, group_timeout_s=600.0, destroy=False)
+def test_a_staged_operation_has_the_timeout_of_its_call() -> None:
+    run_ranks(waits_in_vain, 2, None, env={BITS: "4", **STAGED}, group_timeout_s=600.0, destroy=False)

@@ -1,8 +1,7 @@
-"""CUDA tensors on the stand-in device: who takes part in which communicator, and in which order."""
+"""CUDA tensors on the stand-in device: coalesced calls, calls without a handle, ranks without a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torch_cgx
 from tests.support.gradients import BITS, is_exact, noise, within_bound
 from tests.support.harness import Rank, describe, observe_ranks, run_ranks
-from tests.support.on_device import CROSS, large_sum, start
+from tests.support.on_device import start
 from tests.support.standin import GlooForNccl, StandInGroup
 from torch_cgx.group.bootstrap.handshake import Joining
 
@@ -99,177 +98,7 @@ def test_what_nccl_coalesces_is_exact() -> None:
     run_ranks(coalesced_by_nccl, 2, None, env={BITS: "4"})
 
 
-# ---- who takes part ----
-
-
-class Enrolled(StandInGroup):
-    """Writes down which ranks each group of torch's is made of."""
-
-    def _new_group(self, joining: Joining, name: str, ranks: Sequence[int]) -> GlooForNccl:
-        self.enrolled = {**getattr(self, "enrolled", {}), name: list(ranks)}
-        return super()._new_group(joining, name, ranks)
-
-
-def communicators(me: Rank) -> list[list[int]]:
-    group = start_with(me, Enrolled)
-    dist.all_reduce(noise(me.rank, 5000))
-    return sorted(group.enrolled.values())
-
-
-@pytest.mark.parametrize("nodes", ["0110", "001"])
-def test_where_nccl_serves_within_nodes_alone_its_communicators_do_too(nodes: str) -> None:
-    env = {BITS: "4", CROSS: "GLOO"}
-    places = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate(nodes)}
-    world = list(range(len(nodes)))
-    for rank, enrolled in enumerate(run_ranks(communicators, len(nodes), None, env=env, rank_env=places)):
-        here = [other for other in world if nodes[other] == nodes[rank]]
-        assert enrolled == sorted([world, here] if len(here) > 1 else [world])
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        pytest.param({"CGX_INTRA_BROADCAST": "0"}, marks=pytest.mark.matrix),
-        pytest.param({"CGX_INTRA_COMPRESS": "0"}, marks=pytest.mark.matrix),
-    ],
-    ids=["one speaks", "all speak", "exact within"],
-)
-def test_nccl_within_two_nodes_and_gloo_between_has_the_bits_of_the_cpu_path(more: dict[str, str]) -> None:
-    env = {BITS: "4", CROSS: "GLOO", **more}
-    places = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate("0101")}
-    on_cpu = run_ranks(large_sum, 4, None, "cgx", env=env, rank_env=places)
-    on_device = run_ranks(large_sum, 4, None, "standin", env=env, rank_env=places)
-    assert on_device == on_cpu == [on_cpu[0]] * 4
-
-
-# ---- in which order ----
-
-
-class Handle:
-    """Of an operation that the carrier was given: whoever waits for it is told in the log."""
-
-    def __init__(self, device: Any, number: int, inner: Any) -> None:
-        self._device, self._number, self._inner = device, number, inner
-
-    def wait(self, *timeout: Any) -> bool:
-        self._device.say("carried and done", self._device.here.name, self._number)
-        return bool(self._inner.wait(*timeout))
-
-    def is_completed(self) -> bool:
-        return bool(self._inner.is_completed())
-
-
-class Noted(GlooForNccl):
-    """Writes down when, and for which stream, it is given something to carry."""
-
-    carried = 0
-
-    def _note(self, carry: Callable[..., Any], *arguments: Any) -> Handle:
-        self.carried += 1
-        self._device.say("carried", self._device.here.name, self.carried)
-        return Handle(self._device, self.carried, carry(*arguments))
-
-
-def noting(name: str) -> Callable[..., Handle]:
-    def method(self: Noted, *arguments: Any) -> Handle:
-        return self._note(getattr(super(Noted, self), name), *arguments)
-
-    return method
-
-
-for name in ("allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "_reduce_scatter_base"):
-    setattr(Noted, name, noting(name))
-
-
-class Ordered(StandInGroup):
-    def _new_group(self, joining: Joining, name: str, ranks: Sequence[int]) -> GlooForNccl:
-        store = joining.prefixed(name)
-        kind = Noted if name == "nccl" else GlooForNccl
-        return kind(self.device, store, ranks.index(joining.rank), len(ranks), joining.timeout)
-
-
-def unordered(log: list[tuple[Any, ...]]) -> list[str]:
-    """Operations of one communicator that begin, on the device, before an earlier one of the other is done."""
-    known: dict[str, set[str]] = {}  # by stream: what is done before whatever it is given next
-    events: dict[int, set[str]] = {}
-    begun: list[str] = []
-    arrivals: list[str] = []  # exchanges that nobody has waited for
-    found = []
-    for what, *facts in log:
-        if what == "record":
-            events[facts[0]] = set(known.get(facts[1], ()))
-        elif what == "hold back":
-            known.setdefault(facts[0], set()).update(events[facts[1]])
-        elif what in ("exchange", "carried"):
-            here = known.get(facts[0], set())
-            found += [f"{what} before {other}" for other in begun if not other.startswith(what) and other not in here]
-            begun.append(f"{what} {len(begun)}" if what == "exchange" else f"carried {facts[1]}")
-            arrivals += begun[-1:] if what == "exchange" else []
-        elif what == "arrived":
-            known.setdefault(facts[0], set()).add(arrivals.pop(0))
-        elif what == "carried and done":
-            known.setdefault(facts[0], set()).add(f"carried {facts[1]}")
-    assert any(each.startswith("exchange") for each in begun) and any(each.startswith("carried") for each in begun)
-    return found
-
-
-def take_turns(me: Rank) -> None:
-    group = start_with(me, Ordered)
-    group.device.log.clear()
-    whole, share = noise(me.rank, 400), torch.zeros(100)
-
-    def exact() -> Any:
-        with torch_cgx.uncompressed():
-            return dist.all_reduce(noise(me.rank, 300), async_op=True)
-
-    carried: list[Callable[[], Any]] = [
-        exact,
-        exact,
-        lambda: dist.broadcast(whole.clone(), 0, async_op=True),
-        lambda: dist.all_gather([torch.zeros(100) for _ in range(4)], share, async_op=True),
-        lambda: group.allreduce_coalesced([torch.ones(4), torch.ones(5)]),
-        lambda: group.allgather_into_tensor_coalesced([torch.zeros(400)] * 2, [share] * 2),
-        lambda: group.reduce_scatter_tensor_coalesced([share.clone(), share.clone()], [whole] * 2),
-    ]
-    waiting = []
-    for carry in carried:
-        x = noise(me.rank, 5000)
-        waiting += [dist.all_reduce(x, async_op=True), carry()]
-    for work in waiting:
-        work.wait()
-    within_bound(x, me.world, 4, quantizations=3)
-    dist.all_reduce(x)
-    log = list(group.device.log)
-    assert unordered(log) == []
-    assert sum(entry[0] == "carried" for entry in log) == len(carried) + 2
-    # What NCCL lets go of when it is waited for here, before its caller does, is kept.
-    assert [entry for entry in log if entry[0] == "keep" and entry[1] == 300] == [("keep", 300, "side 2")] * 2
-
-
-def test_nccl_s_own_operations_and_those_of_a_divided_exchange_take_turns_on_the_device() -> None:
-    env = {BITS: "4", CROSS: "GLOO"}
-    places = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate("0011")}
-    run_ranks(take_turns, 4, None, env=env, rank_env=places)
-
-
-def carry_after_a_failure(me: Rank) -> None:
-    group = start(me, "standin")
-    dist.all_reduce(noise(me.rank, 5000))
-    group.kernels.fails_at = "encode"
-    work = dist.all_reduce(noise(me.rank, 5000), async_op=True)
-    # Ranks 0 and 2 speak for their nodes, and encode nothing before the others have, who hang up.
-    text = "failed" if me.rank in (0, 2) else "illegal memory access"
-    with torch_cgx.uncompressed(), pytest.raises(torch_cgx.CGXError, match=text):
-        dist.all_reduce(noise(me.rank, 5000))
-    assert not work.is_success()  # type: ignore[union-attr]
-
-
-@pytest.mark.matrix
-def test_what_nccl_would_carry_after_a_failed_exchange_fails_too() -> None:
-    env = {BITS: "4", CROSS: "GLOO"}
-    places = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate("0011")}
-    run_ranks(carry_after_a_failure, 4, None, env=env, rank_env=places)
+# ---- what the caller waits for at once ----
 
 
 class AtOnce(GlooForNccl):
@@ -282,9 +111,8 @@ class AtOnce(GlooForNccl):
 
 
 class WithoutHandles(StandInGroup):
-    def _new_group(self, joining: Joining, name: str, ranks: Sequence[int]) -> GlooForNccl:
-        store = joining.prefixed(name)
-        return AtOnce(self.device, store, ranks.index(joining.rank), len(ranks), joining.timeout)
+    def _new_group(self, joining: Joining) -> GlooForNccl:
+        return AtOnce(self.device, joining.prefixed("nccl"), joining.rank, joining.world, joining.timeout)
 
 
 def wait_at_once(me: Rank) -> None:

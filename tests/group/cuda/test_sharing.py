@@ -7,7 +7,7 @@ import pytest
 from tests.support import standin
 from tests.support.gradients import BITS
 from tests.support.harness import Rank, run_ranks
-from tests.support.on_device import INNER, sums, the_group
+from tests.support.on_device import STAGED, sums, the_group
 from torch_cgx.errors import SharedMemoryError
 from torch_cgx.group.cuda import sharing
 
@@ -37,5 +37,5 @@ def sums_over_shared_memory(me: Rank, wrong: str) -> list[str]:
 @pytest.mark.parametrize("wrong", WAYS)
 def test_the_bits_are_those_of_the_cpu_path(wrong: str) -> None:
     on_cpu = run_ranks(sums, 3, None, "cgx", env={BITS: "4"})
-    on_device = run_ranks(sums_over_shared_memory, 3, None, wrong, env={BITS: "4", INNER: "SHM"})
+    on_device = run_ranks(sums_over_shared_memory, 3, None, wrong, env={BITS: "4", **STAGED})
     assert on_device == on_cpu == [on_cpu[0]] * 3

@@ -1,24 +1,16 @@
-"""CUDA tensors on the stand-in device, by every way: several slices, residuals, MPI, and leaving after a failure."""
+"""CUDA tensors on the stand-in device, by every way: several slices, residuals, leaving after a failure, choosing."""
 
 from __future__ import annotations
-
-import os
-import re
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import torch_cgx
-from tests.support.gradients import BITS, digest, is_exact, noise, within_bound
-from tests.support.harness import Rank, run_ranks
-from tests.support.launching import clean_environ, finish, start_ranks, with_mpi4py_on
-from tests.support.launching import start as launch
-from tests.support.on_device import CROSS, INNER, WAYS, start, the_group, trained
+from tests.support.gradients import BITS, digest, noise, within_bound
+from tests.support.harness import Rank, describe, observe_ranks, run_ranks
+from tests.support.on_device import STAGED, WAYS, large_sum, start, the_group, trained
 from tests.support.training import same_on_all_ranks
+from torch_cgx.engines.cuda.nccl import NcclExchange
 
 pytestmark = pytest.mark.ranks
 
@@ -78,57 +70,24 @@ def test_after_a_failure_a_group_can_be_left_and_another_one_works(way: str) -> 
     assert "an illegal memory access was encountered" in texts[1]
 
 
-# ---- MPI ----
-
-STAGED_OVER_MPI = """
-import sys
-from datetime import timedelta
-
-import torch.distributed as dist
-
-from tests.support import standin
-from tests.group.cuda.test_ways import staged_sums
-
-standin.register()
-dist.init_process_group("standin", timeout=timedelta(seconds=60))
-sys.stdout.write(staged_sums(dist.get_rank()) + "\\n")  # in one write: two ranks share the terminal
-dist.destroy_process_group()
-"""
+# ---- what takes the place of shared memory ----
 
 
-def staged_sums(rank: int) -> str:
-    """Digests, and over what payloads went."""
-    digests = []
-    for numel, dtype in ((17, torch.float32), (70_000, torch.bfloat16)):
-        x = noise(rank, numel, dtype)
-        dist.all_reduce(x)
-        digests.append(digest(x))
-    y = noise(rank, 5000)
-    with torch_cgx.uncompressed():
-        dist.all_reduce(y)
-    assert is_exact(y, dist.get_world_size())
-    side: Any = the_group()._cuda
-    ordered = [each for each in side.reducer._exchange._transports if each is not None]  # ordered_staging.py
-    (carrier,) = {type(each._transport).__name__ for each in ordered}
-    return f"{carrier}: rank {rank} {digests}"
+def sum_over_nccl(me: Rank) -> str:
+    made = large_sum(me, "standin")
+    group = the_group()
+    assert group._cuda is not None and group._cuda.reducer is not None
+    assert isinstance(group._cuda.reducer._exchange, NcclExchange)
+    assert any(entry[0] == "exchange" for entry in group.device.log)
+    return made
 
 
-def staged_over_gloo(me: Rank) -> str:
-    start(me, "standin")
-    return staged_sums(me.rank)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("library", ["Open MPI", "MPICH"])
-def test_payloads_staged_over_mpi_make_the_bits_of_those_over_gloo(library: str, tmp_path: Path) -> None:
-    environ = clean_environ(tmp_path) | {BITS: "4", INNER: "MPI", CROSS: "MPI"}
-    environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[3])
-    script = tmp_path / "staged.py"
-    script.write_text(STAGED_OVER_MPI)
-    process = launch([*start_ranks(library), sys.executable, script], with_mpi4py_on(library, environ))
-    output = finish(process)
-    over_gloo = run_ranks(staged_over_gloo, 2, None, env={BITS: "4", INNER: "GLOO"})
-    expected = [line.replace("GlooTransport", "MpiTransport") for line in over_gloo]
-    assert expected != over_gloo
-    assert sorted(re.findall(r"MpiTransport: rank \d \[.*?\]", output)) == expected, output
-    assert process.returncode == 0, output
+def test_on_two_nodes_nccl_takes_the_place_of_shared_memory_and_one_rank_says_so() -> None:
+    env = {BITS: "4", **STAGED}
+    places = {rank: {"CGX_NODE_ID": node} for rank, node in enumerate("0011")}
+    on_cpu = run_ranks(large_sum, 4, None, "cgx", env=env, rank_env=places)
+    outcomes = observe_ranks(sum_over_nccl, 4, None, env=env, rank_env=places)
+    assert all(outcome.ok for outcome in outcomes), describe(outcomes)
+    assert [outcome.value for outcome in outcomes] == on_cpu == [on_cpu[0]] * 4
+    assert [outcome.log.count("they go over NCCL instead") for outcome in outcomes] == [1, 0, 0, 0]
+    assert "CGX_INNER_COMMUNICATOR_TYPE=SHM" in outcomes[0].log

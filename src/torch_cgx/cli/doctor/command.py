@@ -48,8 +48,8 @@ def examine(quick: bool) -> Report:
     from torch_cgx.cli.doctor import gpu_check, interfaces, origins, software
     from torch_cgx.cli.doctor.text import Report
     from torch_cgx.config import unknown_variables
+    from torch_cgx.group.bootstrap import carriers
     from torch_cgx.group.cuda.engine import triton_kernels
-    from torch_cgx.transports import factory
 
     found = gpu_check.examine(gpus.all_gpus(), triton_kernels, only_look=quick)
     settings, complaints = origins.in_force()
@@ -58,7 +58,7 @@ def examine(quick: bool) -> Report:
         quick=quick,
         machine=machine.facts(),
         shared_memory=machine.shared_memory_nbytes(),
-        transports=factory.describe(),
+        transports=carriers.describe(),
         mpi=software.find_mpi(),
         nccl=software.find_nccl(gpus.all_gpus()),
         triton=software.find_triton(),

@@ -19,7 +19,6 @@ _KNOWN = sorted({name for names in config.VARIABLES.values() for name in names})
 _LONGEST = 60  # characters of a value; paths and names of nodes may have more
 _NOTHING_SAID = {
     "cross_communicator": "MPI under mpirun, else TCP",
-    "cuda_cross_communicator": "MPI under mpirun, else GLOO",
     "node_id": "found out",
     "num_threads": "torch's, at most 4 and this rank's share of cores",
     "simd": "the best this processor has",

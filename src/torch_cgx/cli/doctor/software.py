@@ -10,7 +10,7 @@ from typing import TypedDict
 import torch
 
 from torch_cgx.cli.gpus import Gpus
-from torch_cgx.transports import mpi_process
+from torch_cgx.group.bootstrap import mpi_process
 from torch_cgx.version import version_of
 
 __all__ = ["Mpi", "describe_mpirun", "find_mpi", "find_nccl", "find_triton"]

@@ -19,7 +19,6 @@ from functools import lru_cache
 from math import ceil, log2
 
 from torch_cgx.codecs import Identity, MaxMin
-from torch_cgx.executors.slicing import usual_slice_nbytes
 from torch_cgx.plan.simulate import Costs, Size, Speeds, Timing, Wire
 from torch_cgx.plan.simulate_classes import MOST_NODES, Cluster, simulate_cluster
 
@@ -34,6 +33,10 @@ _ITEMSIZE = 4
 # Into how many slices an operation is cut, and the least a slice has: as cgx does it on CUDA (group/cuda/reducer.py),
 # and as Gloo and NCCL do it, who send a part while they add up the one before.
 _GPU_SLICES = (4, 16 << 20)
+# Between hosts on CPUs: about so many slices, of so many bytes at least. The costs of a message and of a slice that the
+# model goes by were measured with slices like these, when Python drove them; the native engine cuts smaller ones.
+_SLICES = 8
+_SMALL_SLICE_NBYTES, _LEAST_SLICE_NBYTES = 2 << 20, 4 << 20
 _RING_GAINS = 1.05  # times: what a RING has to gain, to be chosen
 _EXACT_SLICES = {"cpu": (2, 1 << 16), "gpu": (4, 1 << 20)}
 
@@ -195,7 +198,7 @@ class Plan:
         elif nodes == 1:
             slices = 1  # the executor of shared memory runs whole programs
         else:
-            slices = ceil(nbytes / usual_slice_nbytes(nbytes))
+            slices = ceil(nbytes / _slice_nbytes(nbytes))
         rounds = site.device == "gpu" and way is not None
         timing = _simulate(cluster, numel, slices, itemsize, quantizer, costs, site.most_nodes, rounds)
         if way is None and site.tree and nodes > 1:
@@ -268,3 +271,9 @@ def _tree(cluster: Cluster, nbytes: float, costs: Costs) -> Timing:
 
 def _quantizer(contestant: str, block: int) -> Identity | MaxMin:
     return Identity() if contestant in (EXACT, FP16) else MaxMin(int(contestant.split()[0]), block)
+
+
+def _slice_nbytes(nbytes: int) -> int:
+    """Return two slices of what is small, so that they overlap at all, then larger ones."""
+    half, share = -(-nbytes // 2), -(-nbytes // _SLICES)
+    return max(_SMALL_SLICE_NBYTES, min(_LEAST_SLICE_NBYTES, half), share)

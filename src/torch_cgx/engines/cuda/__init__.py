@@ -1,1 +1,1 @@
-"""CUDA tensors: programs that Triton's kernels and NCCL, or staged messages, run."""
+"""CUDA tensors: programs that run as Triton's kernels and exchanges, over NCCL or shared memory."""

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from torch_cgx import _native
 from torch_cgx.engines.cuda.device import Device
+from torch_cgx.engines.cuda.exchange import Arrival
 from torch_cgx.engines.cuda.shared_exchange import exchange_plan, wait_for
 from torch_cgx.engines.host.native import Prepared, SharedGroup
 from torch_cgx.errors import SharedMemoryError
-from torch_cgx.transports import Arrival
 
 __all__ = ["Block", "DirectExchange", "make_block", "open_block"]
 
@@ -87,7 +87,7 @@ def _mapped(file: int, nbytes: int) -> Tensor:
 
 
 class DirectExchange:
-    """Implements `torch_cgx.transports.Exchange`; the shared group is its own. `call` is what its board says.
+    """Implements `Exchange`; the shared group is its own. `call` is what its board says.
 
     `pids` are the ranks' processes, whose blocks this one can open. Where the device will not register a block, its
     payloads go through pinned memory of the device's own.
@@ -117,7 +117,7 @@ class DirectExchange:
         self.most_nbytes = shared.limit_nbytes // (4 * len(pids))  # as `SharedExchange`, so that tensors are cut alike
         self.set_timeout(timeout)
 
-    def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
+    def begin(self, agreed: int) -> None:
         self._agreed = agreed
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:

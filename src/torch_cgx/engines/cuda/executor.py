@@ -17,12 +17,12 @@ from torch import Tensor
 
 from torch_cgx.engines.computing import Reduction, compute
 from torch_cgx.engines.cuda.device import Device
+from torch_cgx.engines.cuda.exchange import Arrival, Exchange
 from torch_cgx.kernels import Kernels
 from torch_cgx.plan.layout import Chunk, Slice
 from torch_cgx.plan.program import Receive, Send
 from torch_cgx.plan.rounds import Round, rounds_for
 from torch_cgx.plan.schedule import Schedule, schedule_for
-from torch_cgx.transports import Arrival, Exchange
 
 __all__ = ["CudaExecutor", "Enqueued"]
 
@@ -103,8 +103,7 @@ class CudaExecutor:
         operation = replace(operation, rounding=replace(operation.rounding, rank=self._rank))
         slices = [self._prepare(part, operation) for part in operation.layout.slices]
         depth = max(len(each.schedule.levels) for each in slices)
-        peers = sorted(frozenset[int]().union(*(each.schedule.peers for each in slices)))
-        self._exchange.begin(operation.rounding.op, operation.agreed, peers)
+        self._exchange.begin(operation.agreed)
         for tick in range(len(slices) + depth - 1):
             for level in range(depth):
                 if 0 <= tick - level < len(slices):

@@ -19,13 +19,12 @@ from torch import Tensor
 from torch_cgx import _native
 from torch_cgx.codecs import Identity
 from torch_cgx.engines.cuda.device import Device
-from torch_cgx.engines.cuda.staged import to_host
+from torch_cgx.engines.cuda.exchange import Arrival, to_host
 from torch_cgx.engines.host.native import Plan, Prepared, SharedGroup, Tables
 from torch_cgx.kernels import Piece
 from torch_cgx.plan.layout import Chunk
 from torch_cgx.plan.program import Decode, Encode, Receive, Send, Step
 from torch_cgx.plan.programs import SharedSlot
-from torch_cgx.transports import Arrival
 
 __all__ = ["SharedExchange", "exchange_plan", "wait_for"]
 
@@ -34,7 +33,7 @@ _DTYPE = torch.float32  # what the executor takes payloads for, whose lengths ar
 
 
 class SharedExchange:
-    """Implements `torch_cgx.transports.Exchange`; the shared group is its own. `call` is what its board says."""
+    """Implements `Exchange`; the shared group is its own. `call` is what its board says."""
 
     waits = True
 
@@ -57,7 +56,7 @@ class SharedExchange:
         self.most_nbytes = shared.limit_nbytes // (4 * world)
         self.set_timeout(timeout)
 
-    def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
+    def begin(self, agreed: int) -> None:
         self._agreed = agreed
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:

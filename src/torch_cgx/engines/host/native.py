@@ -28,7 +28,7 @@ from torch_cgx.kernels import Piece
 from torch_cgx.kernels.native import DTYPES
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk, Layer, Layout
-from torch_cgx.plan.program import Add, Combine, Decode, Encode, Program, Receive, Reduce, Send, Sum
+from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Sum
 from torch_cgx.plan.programs import NodeSlot, NodeSlots, SharedSlot, layout_for, node_slots_for, programs_for
 from torch_cgx.plan.schedule import levels_for
 
@@ -143,8 +143,6 @@ class Tables:
         self.part_nbytes = max(self.part_nbytes, offsets[-1], *nbytes.values(), 0)
         first_piece: dict[tuple[int, bool], int] = {}
         for step, level in zip(program, levels or [0] * len(program), strict=True):
-            if isinstance(step, Combine):
-                raise ValueError(f"expected steps that the engine knows, got {step}")
             name = step.inputs[0] if isinstance(step, Sum) else step.slot
             assert node is None or name in node.found, f"no place for {name} on this node"
             row = [_KINDS[type(step)], first_slot + slots[name].index, 0, 0, 0, 0, 0, 0]
@@ -353,6 +351,12 @@ class SharedGroup:
         # In a forked child the group's thread does not exist, and freeing would wait for it: the child lets it be.
         if self._handle and self._getpid() == self._pid:
             self._lib.cgx_group_free(self._handle)
+
+    def link_by_mpi(self, peer: int, library: _native.Mpi, tags: Sequence[int]) -> None:
+        """Send data to a peer by MPI, in streams of these tags. The control connection comes by `link`."""
+        for tag in tags:
+            status = self._lib.cgx_group_link_mpi(self._handle, peer, library, tag)
+            assert status == 0, f"the native library refused MPI to rank {peer}"
 
     def link(self, peer: int, control: int, streams: Sequence[int]) -> None:
         """Take over the descriptors of connected sockets to a peer."""

@@ -24,15 +24,24 @@ from torch.distributed import DistStoreError
 from torch_cgx import _native, launchers
 from torch_cgx.config import VARIABLES, Settings, compression_from_environ, shared_variables, shortened
 from torch_cgx.engines.host.native import SharedGroup
-from torch_cgx.errors import CGXTimeoutError, MismatchError, SharedMemoryError
+from torch_cgx.errors import CGXTimeoutError, MismatchError, SharedMemoryError, TransportError
+from torch_cgx.group.bootstrap.carriers import check_choice
+from torch_cgx.group.bootstrap.mpi_process import problem_here
 from torch_cgx.group.bootstrap.store_json import check_fields, parse_answer
 from torch_cgx.group.calls import NAMES
 from torch_cgx.kernels.native import available, means, thread_count
-from torch_cgx.transports.factory import check_choice
-from torch_cgx.transports.mpi_process import problem_here
 from torch_cgx.version import __version__
 
-__all__ = ["Joining", "Membership", "agree", "join", "naming_the_absent", "open_shared_group", "read_entry"]
+__all__ = [
+    "Joining",
+    "Membership",
+    "agree",
+    "check_plain",
+    "join",
+    "naming_the_absent",
+    "open_shared_group",
+    "read_entry",
+]
 
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
@@ -221,6 +230,28 @@ def open_shared_group(joining: Joining, prefix: str, nodes: Sequence[int] | None
             opened[first]["problem"],
         )
     return None
+
+
+def check_plain(joining: Joining) -> None:
+    """Refuse what was chosen and needs the native engine on all ranks; say, once, what takes its place."""
+    without = ", ".join(str(joining.global_ranks[peer]) for peer, has in enumerate(joining.members.native) if not has)
+    settings = joining.settings
+    for variable, chosen in (
+        ("CGX_INNER_COMMUNICATOR_TYPE", settings.inner_communicator),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", settings.cross_communicator),
+    ):
+        if chosen in ("TCP", "MPI"):
+            raise TransportError(
+                f"{variable}={chosen} needs the native library on all ranks, which these lack: rank {without}. Install "
+                f"a C++ compiler there and reinstall torch_cgx, or leave {variable} out."
+            )
+    if joining.rank == 0:
+        _log.warning(
+            "torch_cgx has no native engine on rank %s, so this group's compressed CPU tensors go over Gloo, by SRA "
+            "and from rank to rank, whatever else was chosen. That is many times slower. Install a C++ compiler there "
+            "and reinstall torch_cgx.",
+            without,
+        )
 
 
 def _open_control(control: dict[str, Any], joining: Joining, nodes: Sequence[int]) -> tuple[SharedGroup | None, str]:

@@ -1,4 +1,4 @@
-"""Groups of several nodes that run their programs natively: over memory within a node, over TCP between nodes."""
+"""Groups of several nodes that run their programs natively: over memory within a node, over TCP or MPI between."""
 
 from __future__ import annotations
 
@@ -14,42 +14,26 @@ from collections.abc import Sequence
 from torch_cgx.config import Settings
 from torch_cgx.engines.host.native import SharedGroup
 from torch_cgx.errors import SharedMemoryError, TransportError
+from torch_cgx.group.bootstrap.carriers import Carriers
 from torch_cgx.group.bootstrap.handshake import SHM_FOLDER, Joining, Membership, open_shared_group, read_entry
 from torch_cgx.group.bootstrap.links import open_links
+from torch_cgx.group.bootstrap.mpi_links import open_mpi
 
-__all__ = ["open_linked_group", "wants_links"]
+__all__ = ["open_linked_group"]
 
 _BELL_NAME = re.compile("cgx-[0-9a-f]{32}")
 
 _log = logging.getLogger("torch_cgx")
 
 
-def wants_links(settings: Settings, members: Membership) -> bool:
-    """Return whether a group whose ranks do not all share memory goes over links: chosen, or by default.
+def open_linked_group(joining: Joining) -> tuple[SharedGroup, str]:
+    """Connect this rank to all others of the group; what payloads go over. All ranks call it, each with its own store.
 
-    By default MPI goes first, where it started the ranks. GLOO is another name for TCP, where all ranks have the native
-    library.
+    MPI that was not asked for, and cannot be had, is replaced by TCP, which is said once.
     """
-    chosen = settings.message_transport(members.one_host)
-    if chosen is None:
-        return all(members.native) and not members.all_have_mpi
-    return chosen == "TCP" or (chosen == "GLOO" and all(members.native))
-
-
-def open_linked_group(joining: Joining) -> SharedGroup:
-    """Connect this rank to all others of the group. All ranks call it, each with its own end of the store."""
     members, settings = joining.members, joining.settings
-    without = [str(joining.global_ranks[peer]) for peer, has in enumerate(members.native) if not has]
-    if without:
-        raise TransportError(
-            "TCP needs the native library on all ranks, which these lack: rank "
-            f"{', '.join(without)}. Install a C++ compiler there and reinstall torch_cgx, or choose GLOO."
-        )
-    if settings.message_transport(members.one_host) == "GLOO" and joining.global_ranks[joining.rank] == 0:
-        _log.warning(
-            "GLOO is another name for TCP, in CGX_CROSS_COMMUNICATOR_TYPE and CGX_INNER_COMMUNICATOR_TYPE: torch_cgx "
-            "has TCP connections of its own. Set TCP, or leave the variable out."
-        )
+    carriers = Carriers.of(settings, members.all_have_mpi)
+    _say_that_gloo_is_tcp(joining)
     nodes = _nodes_that_share(settings, members)
     group = open_shared_group(joining, "cgx nodes", nodes)
     if group is None:  # the same on all ranks
@@ -57,11 +41,40 @@ def open_linked_group(joining: Joining) -> SharedGroup:
         group = open_shared_group(joining, "cgx ranks", nodes)
     assert group is not None
     home = [peer for peer in range(joining.world) if nodes[peer] == nodes[joining.rank]]
-    for peer, sockets in open_links(joining, home).items():
+    mpi = None
+    if "MPI" in (carriers.within, carriers.between):
+        try:
+            mpi = open_mpi(joining)
+        except TransportError as error:
+            if "MPI" in (settings.inner_communicator, settings.cross_communicator):
+                group.close()
+                raise
+            if joining.rank == 0:
+                _log.warning("torch_cgx goes over TCP, though the ranks were started by MPI: %s", error)
+            carriers = Carriers.of(settings, all_have_mpi=False)
+    here = members.nodes[joining.rank]
+    by_mpi = [
+        peer
+        for peer in range(joining.world)
+        if peer not in home and (carriers.within if members.nodes[peer] == here else carriers.between) == "MPI"
+    ]
+    for peer, sockets in open_links(joining, home, by_mpi).items():
+        if peer in by_mpi:
+            assert mpi is not None
+            group.link_by_mpi(peer, mpi.library, mpi.tags)
         group.link(peer, sockets.control.detach(), [stream.detach() for stream in sockets.streams])
     if len(home) > 1:
         group.hang_bells(_open_bells(joining, home))
-    return group
+    return group, carriers.name(members.one_host)
+
+
+def _say_that_gloo_is_tcp(joining: Joining) -> None:
+    chosen = (joining.settings.inner_communicator, joining.settings.cross_communicator)
+    if "GLOO" in chosen and joining.global_ranks[joining.rank] == 0:
+        _log.warning(
+            "GLOO is another name for TCP, in CGX_CROSS_COMMUNICATOR_TYPE and CGX_INNER_COMMUNICATOR_TYPE: torch_cgx "
+            "has TCP connections of its own. Set TCP, or leave the variable out."
+        )
 
 
 def _nodes_that_share(settings: Settings, members: Membership) -> Sequence[int]:

@@ -1,6 +1,6 @@
 """TCP links between the ranks of a group: made and authenticated here, then handed to native code as descriptors.
 
-A link is all connections between two ranks: one for control, and `settings.streams` for data.
+A link is all connections between two ranks: one for control, and `settings.streams` for data, unless MPI carries that.
 
 1. Every rank listens on one port, chosen by the kernel, and writes its addresses and the port into the group's store.
    Rank 0 also writes a secret there.
@@ -88,14 +88,15 @@ class PeerSockets:
             sock.close()
 
 
-def open_links(joining: Joining, home: Collection[int] = ()) -> dict[int, PeerSockets]:
+def open_links(joining: Joining, home: Collection[int] = (), by_mpi: Collection[int] = ()) -> dict[int, PeerSockets]:
     """Connect this rank to every other rank of the group but those of `home`, and return the sockets by group rank.
 
-    All ranks of the group call it. The caller closes the sockets.
+    Those that are reached `by_mpi` get a control connection alone. All ranks of the group call it. The caller closes
+    the sockets.
     """
     if joining.world == 1:
         return {}
-    links = _Links(joining, home)
+    links = _Links(joining, home, by_mpi)
     try:
         return links.open()
     finally:
@@ -171,15 +172,15 @@ class _Tasks:
 class _Links:
     """One rank's links while they are made. Owns every socket until `open` returns them."""
 
-    def __init__(self, joining: Joining, home: Collection[int]) -> None:
+    def __init__(self, joining: Joining, home: Collection[int], by_mpi: Collection[int]) -> None:
         self._joining = joining
         self._rank = joining.rank
         self._store = joining.prefixed("cgx links")
         self._started = time.monotonic()
         self._deadline = self._started + joining.timeout.total_seconds()
-        self._kinds = 1 + joining.settings.streams
         self._peers = [rank for rank in range(joining.world) if rank != joining.rank and rank not in home]
-        self._expected = len(self._peers) * self._kinds
+        self._kinds = {peer: 1 if peer in by_mpi else 1 + joining.settings.streams for peer in self._peers}
+        self._expected = sum(self._kinds.values())
         self._secret = b""
         self._sockets: set[socket.socket] = set()  # to be closed here
         self._made: dict[tuple[int, int], socket.socket] = {}  # by peer and kind
@@ -219,7 +220,8 @@ class _Links:
             sock.close()
 
     def _peer_sockets(self, peer: int) -> PeerSockets:
-        return PeerSockets(self._made[peer, CONTROL], tuple(self._made[peer, kind] for kind in range(1, self._kinds)))
+        streams = tuple(self._made[peer, kind] for kind in range(1, self._kinds[peer]))
+        return PeerSockets(self._made[peer, CONTROL], streams)
 
     def _set_options(self, sock: socket.socket, kind: int) -> None:
         sock.setblocking(False)
@@ -296,10 +298,11 @@ class _Links:
             raise _RefusedError(f"expected a hello of torch_cgx, got {shortened(magic)}")
         hello = magic + (yield from _receive(sock, HELLO.size - len(MAGIC), limit))
         _, peer, listening, kind, _ = HELLO.unpack(hello)
-        if listening != self._rank or peer >= self._rank or peer not in self._peers or kind >= self._kinds:
+        kinds = self._kinds.get(peer, 0)
+        if listening != self._rank or peer >= self._rank or kind >= kinds:
             raise _RefusedError(
                 f"unexpected hello: from rank {peer} of the group to rank {listening}, connection {kind}. This is rank "
-                f"{self._rank}, to which lower ranks make connections 0 to {self._kinds - 1}"
+                f"{self._rank}, to which that rank makes {kinds} connections"
             )
         self._refuse_duplicate(peer, kind)
         nonce = secrets.token_bytes(NONCE_NBYTES)
@@ -322,7 +325,7 @@ class _Links:
     def _connect(self, peer: int, where: _Listening) -> _Task:
         """Make all connections to one peer, one after another; try its addresses in turn, again and again."""
         addresses = list(where.addresses)
-        for kind in range(self._kinds):
+        for kind in range(self._kinds[peer]):
             pause_s = _PAUSE_S
             while (peer, kind) not in self._made:
                 for address in tuple(addresses):
@@ -434,7 +437,9 @@ class _Links:
 
     def _absence(self, own: _Listening, where: Mapping[int, _Listening]) -> CGXTimeoutError:
         """Return the error that names the first peer without a complete link."""
-        missing = sorted({(peer, kind) for peer in self._peers for kind in range(self._kinds)} - self._made.keys())
+        missing = sorted(
+            {(peer, kind) for peer in self._peers for kind in range(self._kinds[peer])} - self._made.keys()
+        )
         peer, kind = missing[0]
         what = f"{_kind_name(kind)} connection"
         if peer > self._rank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,7 @@ class Engine:
     """What serves tensors of one kind of device."""
 
     kind: str  # of torch.device
-    # A new group of torch's, by a name of its own in the store, of these ranks, which all call it.
-    new_group: Callable[[str, Sequence[int]], Any]
+    new_group: Callable[[], Any]  # makes a group of torch's, of all ranks, which all call it
     device: Device
     make_kernels: Callable[[], Kernels]
 
@@ -39,10 +38,10 @@ def cuda_engine(joining: Joining) -> Engine:
     return Engine("cuda", partial(_new_nccl, joining), CudaDevice(), triton_kernels)
 
 
-def _new_nccl(joining: Joining, name: str, ranks: Sequence[int]) -> Any:
+def _new_nccl(joining: Joining) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = joining.timeout
-    return dist.ProcessGroupNCCL(joining.prefixed(name), ranks.index(joining.rank), len(ranks), options)
+    return dist.ProcessGroupNCCL(joining.prefixed("nccl"), joining.rank, joining.world, options)
 
 
 def triton_kernels() -> Kernels:

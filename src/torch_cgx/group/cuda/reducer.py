@@ -11,12 +11,12 @@ import torch
 
 from torch_cgx import _native
 from torch_cgx.engines.computing import Reduction
+from torch_cgx.engines.cuda.exchange import Exchange
 from torch_cgx.engines.cuda.executor import CudaExecutor, Enqueued
 from torch_cgx.engines.host.native import SharedGroup
 from torch_cgx.engines.jobs import JobThread
 from torch_cgx.errors import CGXError
 from torch_cgx.group.cuda.engine import Engine
-from torch_cgx.group.cuda.turns import Turns
 from torch_cgx.group.requests import (
     Counts,
     Meaning,
@@ -29,7 +29,6 @@ from torch_cgx.group.requests import (
 )
 from torch_cgx.group.stream_work import StagedWork, StreamWork
 from torch_cgx.plan.algorithms import Topology
-from torch_cgx.transports import Exchange
 
 __all__ = ["CudaReducer"]
 
@@ -43,7 +42,7 @@ class CudaReducer:
     """Implements `torch_cgx.group.reducers.Reducer`.
 
     Enqueues from the calling thread, or, where the exchange makes the host wait, from a thread of its own. `lock` is
-    the group's: calls are enqueued in the order in which the board has them. `turns`, if any, are with its carrier.
+    the group's: calls are enqueued in the order in which the board has them.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class CudaReducer:
         lock: threading.Lock,
         timeout: timedelta,
         number: Callable[[_native.Call], int] | None = None,
-        turns: Turns | None = None,
     ) -> None:
         self._device = engine.device
         self._executor = CudaExecutor(engine.device, engine.make_kernels, exchange, place.rank)
@@ -68,7 +66,6 @@ class CudaReducer:
         self._board = board
         self._lock = lock
         self._timeout = timeout
-        self._turns = turns
         self._thread = JobThread("cgx-staging", self._hang_up) if exchange.waits else None
         self._next_number = number
         self._failure: CGXError | None = None
@@ -92,11 +89,7 @@ class CudaReducer:
             timeout = timedelta(milliseconds=request.timeout_ms)
             enqueue = partial(self._enqueue, reduction, enqueued, meaning.widened, timeout)
             if self._thread is not None:
-                if self._turns is not None:
-                    self._turns.after_carried(where, enqueued)
                 job = self._thread.submit(partial(self._stage, where, enqueue), trail)
-                if self._turns is not None:
-                    self._turns.note_staged(where, enqueued, job)
                 return StagedWork(job, self._device, where, enqueued, request.result, place.completions)
             trail.start()
             try:

@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from torch_cgx import _native
-from torch_cgx.engines.cuda.staged import DividedExchange
+from torch_cgx.engines.cuda.nccl import leave, limit
 from torch_cgx.engines.host.native import SharedGroup
 from torch_cgx.group.bootstrap.handshake import Joining
 from torch_cgx.group.bootstrap.topology import topology_of
 from torch_cgx.group.cuda.engine import Engine
 from torch_cgx.group.cuda.exchanges import open_exchange
 from torch_cgx.group.cuda.reducer import CudaReducer
-from torch_cgx.group.cuda.turns import Turns
 from torch_cgx.group.futures import Completions
 from torch_cgx.group.requests import Place
 from torch_cgx.group.stream_work import CoalescedWork
-from torch_cgx.transports.nccl import leave, limit
 
 __all__ = ["CudaSide", "open_side"]
 
 
 class CudaSide:
-    """`carrier` is the group of torch's that carries what is exact. Without a `reducer` (one rank) that is all.
+    """`carrier` is the group of torch's that carries what is exact. Without a `reducer` (one rank) that is all."""
 
-    `turns` are those that the two take, where they have to.
-    """
-
-    def __init__(self, engine: Engine, carrier: Any, reducer: CudaReducer | None, turns: Turns | None = None) -> None:
+    def __init__(self, engine: Engine, carrier: Any, reducer: CudaReducer | None) -> None:
         self.kind = engine.kind
         self.carrier = carrier
         self.reducer = reducer
         self._device = engine.device
-        self._turns = turns
-
-    @contextmanager
-    def turn(self, lock: threading.Lock) -> Iterator[None]:
-        """With the group's lock held, and at the carrier's turn, which is waited for without it."""
-        while True:
-            if self._turns is not None:
-                self._turns.wait()
-            with lock:
-                if self._turns is None or self._turns.is_carriers:
-                    yield
-                    return
-
-    def carry(self, run: partial[Any]) -> Any:
-        """Let the carrier run this, at its turn; what it returns, which is None where the caller's stream has it."""
-        return run() if self._turns is None else self._turns.carry(run)
 
     def together(self, parts: list[Any], result: list[Tensor], completions: Completions) -> CoalescedWork:
         """One handle on the operations of a coalesced call."""
@@ -92,11 +69,10 @@ def open_side(
     number: Callable[[_native.Call], int] | None = None,
 ) -> CudaSide:
     """All ranks of the group call it, each with its own end of the store. `number`s calls where there is no board."""
-    carrier = engine.new_group("nccl", range(joining.world))
+    carrier = engine.new_group()
     if joining.world == 1:
         return CudaSide(engine, carrier, None)
     topology = topology_of(joining.members.nodes, joining.settings)
-    exchange = open_exchange(engine, joining, topology, carrier)
-    turns = Turns(engine.device) if isinstance(exchange, DividedExchange) else None
-    reducer = CudaReducer(engine, exchange, topology, place, board, lock, joining.timeout, number, turns)
-    return CudaSide(engine, carrier, reducer, turns)
+    exchange = open_exchange(engine, joining, carrier)
+    reducer = CudaReducer(engine, exchange, topology, place, board, lock, joining.timeout, number)
+    return CudaSide(engine, carrier, reducer)

@@ -89,7 +89,7 @@ class TritonKernels:
             return
         total = Total.of(pieces, values.dtype, values.device)
         total.take(values)
-        add_payloads(self, total, payloads, values.dtype, begun=True)
+        add_payloads(self, total, payloads, values.dtype)
         total.hand_out(values, scale)
 
     def _encode(

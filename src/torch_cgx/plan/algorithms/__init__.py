@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch_cgx.plan.algorithms import (
     all_gather,
-    all_to_all,
     broadcast,
     exchange,
     hierarchical,
@@ -27,12 +26,10 @@ __all__ = ["ALGORITHMS", "IN_SHARES", "N_CHUNKS", "Algorithm", "Topology"]
 # (which chunks are not empty, rank, world) -> the rank's program
 Algorithm = Callable[[Sequence[bool], int, int], Program]
 
-# By the names that CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE have; ALL_TO_ALL is for tiny buffers. The last
-# three are no allreduces.
+# By the names that CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE have. The last three are no allreduces.
 ALGORITHMS: Mapping[str, Algorithm] = {
     "SRA": scatter_reduce_allgather.program,
     "RING": ring.program,
-    "ALL_TO_ALL": all_to_all.program,
     "REDUCE_SCATTER": reduce_scatter.program,
     "ALL_GATHER": all_gather.program,
     "EXCHANGE": exchange.program,
@@ -42,7 +39,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 N_CHUNKS: Mapping[str, Callable[[int], int]] = {
     "SRA": scatter_reduce_allgather.n_chunks,
     "RING": ring.n_chunks,
-    "ALL_TO_ALL": all_to_all.n_chunks,
     "REDUCE_SCATTER": reduce_scatter.n_chunks,
     "ALL_GATHER": all_gather.n_chunks,
     "EXCHANGE": exchange.n_chunks,

@@ -1,4 +1,4 @@
-"""MPI in this process: whether it can be had, its initialisation, its progress while nobody calls it, its end.
+"""MPI in this process: whether it can be had, its initialisation, its end.
 
 mpi4py is imported, and MPI initialised, when a group first asks for it, never before.
 """
@@ -11,11 +11,11 @@ import importlib.util
 import multiprocessing
 import os
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
+
+from torch_cgx import _native
 
 __all__ = [
     "describe",
@@ -23,11 +23,10 @@ __all__ = [
     "initialise",
     "job_name",
     "launched_rank",
+    "libraries",
     "load",
     "problem_before",
     "problem_here",
-    "progress",
-    "stranded",
 ]
 
 INSTALL = "pip install '.[mpi]' in a checkout of torch_cgx"
@@ -36,7 +35,7 @@ INSTALL = "pip install '.[mpi]' in a checkout of torch_cgx"
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 _initialised_by: int | None = None  # the process in which we initialised MPI, and so have to finalise it
-stranded: list[object] = []  # messages that were given up, but whose memory MPI may still read and write
+libraries: list[_native.Mpi] = []  # what native code was given, by communicator; never freed
 
 
 def problem_here(environ: Mapping[str, str] = os.environ) -> str:
@@ -80,8 +79,8 @@ def problem_before() -> str:
     return ""
 
 
-def initialise(world: int, tags: int) -> str:
-    """Initialise MPI, if nobody has; what is wrong with it for so many ranks and tags, or ""."""
+def initialise(world: int) -> str:
+    """Initialise MPI, if nobody has; what is wrong with it for so many ranks, or ""."""
     global _initialised_by
     mpi = load()
     if not mpi.Is_initialized():
@@ -94,15 +93,10 @@ def initialise(world: int, tags: int) -> str:
             "MPI was initialised without MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level at 'multiple', "
             "or import mpi4py.MPI only after init_process_group"
         )
-    size, largest_tag = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
+    size = mpi.COMM_WORLD.Get_size()
     if size < world:
         other = _another_mpi("the launcher's MPI", mpi.get_vendor()[0])
         return f"MPI_COMM_WORLD has {size} ranks, the group {world}. {other}"
-    if largest_tag < tags:
-        return (
-            f"{mpi.get_vendor()[0]} has tags up to {largest_tag}, {tags} are needed: set CGX_*_COMMUNICATOR_TYPE=GLOO"
-        )
-    progress.start(mpi)
     return ""
 
 
@@ -139,59 +133,6 @@ def _no_library(error: Exception) -> str:
     return f"mpi4py finds no MPI library ({first}): {INSTALL}, or set MPI4PY_LIBMPI to the folder of libmpi.so"
 
 
-class Progress:
-    """Calls MPI now and then while nobody else does.
-
-    MPI moves bytes only inside its calls. A rank that is through with its messages may still owe its peers something:
-    the rest of a message that lies in MPI's buffers, or word that one has arrived. At first there is a burst of calls
-    every millisecond; later the pauses are a tenth of the time since `seen` was called last, so that whoever waits for
-    that waits hardly longer.
-    """
-
-    BURST = 8  # MPICH does one small thing a call
-    LEAST_S, MOST_S = 1e-3, 50e-3
-    AT_FIRST_S = 50e-3
-
-    def __init__(self) -> None:
-        self._last_s = 0.0
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, mpi: Any) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(mpi,), name="cgx-mpi-progress", daemon=True)
-            self._thread.start()
-
-    def seen(self) -> None:
-        """Somebody has just called MPI."""
-        self._last_s = time.monotonic()
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self._ended.set()
-            self._thread.join()
-
-    def _run(self, mpi: Any) -> None:
-        # Whatever the library, to test what never comes is to let it work. The communicator is a copy: ours alone.
-        alone = mpi.COMM_SELF.Dup()
-        never = alone.Irecv(bytearray(1), 0)
-        while not self._ended.wait(self._pause_s()):
-            for _ in range(self.BURST):
-                if mpi.Is_finalized():
-                    return
-                never.Test()
-        never.Cancel()
-        never.Wait()
-        alone.Free()
-
-    def _pause_s(self) -> float:
-        idle_s = time.monotonic() - self._last_s
-        return self.LEAST_S if idle_s < self.AT_FIRST_S else min(idle_s / 10, self.MOST_S)
-
-
-progress = Progress()
-
-
 def finalises_at_exit() -> bool:
     """Whether this process will call MPI_Finalize, in which ranks wait for each other.
 
@@ -199,12 +140,11 @@ def finalises_at_exit() -> bool:
     others, who may be waiting for this rank.
     """
     raised = getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
+    stranded = any(library.stranded for library in libraries)
     return _initialised_by == os.getpid() and not raised and not stranded and not load().Is_finalized()
 
 
 def _end() -> None:
-    if _initialised_by == os.getpid():
-        progress.stop()
     if finalises_at_exit():
         load().Finalize()
 

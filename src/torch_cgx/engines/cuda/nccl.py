@@ -14,7 +14,7 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
-from torch_cgx.transports import Arrival
+from torch_cgx.engines.cuda.exchange import Arrival
 
 __all__ = ["NcclExchange", "leave", "limit"]
 
@@ -32,11 +32,8 @@ def limit(group: Any, timeout: timedelta) -> None:
 
 
 class NcclExchange:
-    """Implement `torch_cgx.transports.Exchange` over a ProcessGroupNCCL, or a group that has its `alltoall`.
+    """Implement `torch_cgx.engines.cuda.exchange.Exchange` over a ProcessGroupNCCL, or a group that has its `alltoall`.
 
-    `owned`: the group is the exchange's alone and ends with it.
-
-    `ranks` are those that the group consists of, as the exchange numbers them; nobody has payloads for others.
     The group may carry other collectives too, from the same thread. Where ranks lose step, NCCL's watchdog ends the
     process after the group's timeout, as it does with every collective of torch's own.
     """
@@ -44,29 +41,21 @@ class NcclExchange:
     waits = False
     most_nbytes = None
 
-    def __init__(self, group: Any, ranks: Sequence[int], *, owned: bool = False) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
-        self._ranks = tuple(ranks)
-        self._to_end = owned
 
-    def begin(self, number: int, agreed: int, peers: Sequence[int]) -> None:
+    def begin(self, agreed: int) -> None:
         """NCCL compares nothing."""
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
-        arriving, leaving = ([payloads[rank] for rank in self._ranks] for payloads in (incoming, outgoing))
-        arrival: Arrival = self._group.alltoall(arriving, leaving, c10d.AllToAllOptions())
+        arrival: Arrival = self._group.alltoall(list(incoming), list(outgoing), c10d.AllToAllOptions())
         return arrival  # whose wait makes the current stream wait, not the host
 
     def set_timeout(self, timeout: timedelta) -> None:
         limit(self._group, timeout)
 
     def close(self) -> None:
-        self._leave(at_once=False)
+        """The group is not the exchange's own: whoever opened it ends it."""
 
     def abort(self) -> None:
-        self._leave(at_once=True)
-
-    def _leave(self, *, at_once: bool) -> None:
-        if self._to_end:
-            self._to_end = False
-            leave(self._group, at_once=at_once)
+        """The same."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 
 from torch_cgx.config import Settings
-from torch_cgx.transports.factory import check_choice
-from torch_cgx.transports.mpi_process import Progress, problem_here
+from torch_cgx.group.bootstrap.carriers import Carriers, check_choice
+from torch_cgx.group.bootstrap.mpi_process import problem_here
 
 CROSS = "CGX_CROSS_COMMUNICATOR_TYPE"
 
@@ -49,27 +48,24 @@ def test_other_choices_need_nothing_of_mpi(name: str | None, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("inner", "cross", "one_host", "expected"),
+    ("inner", "cross", "all_have_mpi", "within", "between"),
     [
-        ("SHM", None, True, None),
-        ("SHM", "MPI", True, "MPI"),
-        ("GLOO", "MPI", True, "GLOO"),
-        ("GLOO", "MPI", False, "MPI"),
-        ("MPI", None, False, None),
+        ("SHM", None, False, "TCP", "TCP"),
+        ("SHM", None, True, "MPI", "MPI"),
+        ("SHM", "MPI", True, "MPI", "MPI"),
+        ("SHM", "TCP", True, "TCP", "TCP"),
+        ("SHM", "GLOO", True, "TCP", "TCP"),
+        ("TCP", None, True, "TCP", "TCP"),
+        ("TCP", "MPI", True, "TCP", "MPI"),
+        ("GLOO", "MPI", True, "TCP", "MPI"),
+        ("MPI", None, False, "MPI", "TCP"),
+        ("MPI", None, True, "MPI", "MPI"),
+        ("MPI", "TCP", True, "MPI", "TCP"),
     ],
 )
-def test_messages_go_by_the_inner_choice_within_a_node_and_by_the_cross_choice_else(
-    inner: str, cross: str | None, one_host: bool, expected: str | None
+def test_payloads_go_by_the_inner_choice_within_a_node_and_by_the_cross_choice_else(
+    inner: str, cross: str | None, all_have_mpi: bool, within: str, between: str
 ) -> None:
-    settings = Settings(inner_communicator=inner, cross_communicator=cross)
-    assert settings.message_transport(one_host) == expected
-
-
-def test_pauses_of_the_progress_thread_grow_with_idle_time_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress: Any = Progress()
-    clock_s = [1000.0]
-    monkeypatch.setattr("torch_cgx.transports.mpi_process.time.monotonic", lambda: clock_s[0])
-    progress.seen()
-    for idle_s, pause_s in ((0.0, 0.001), (0.04, 0.001), (0.2, 0.02), (0.4, 0.04), (60.0, 0.05)):
-        clock_s[0] = 1000.0 + idle_s
-        assert progress._pause_s() == pytest.approx(pause_s)
+    carriers = Carriers.of(Settings(inner_communicator=inner, cross_communicator=cross), all_have_mpi)
+    assert carriers == Carriers(within, between)
+    assert (carriers.name(one_host=True), carriers.name(one_host=False)) == (within, between)

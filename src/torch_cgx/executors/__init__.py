@@ -1,1 +1,0 @@
-"""Executors run programs: they join kernels, which touch values, with whatever carries bytes."""
