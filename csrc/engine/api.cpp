@@ -92,6 +92,8 @@ int cgx_group_link_mpi(cgx_group* group, int64_t peer, cgx_mpi* mpi, int tag) tr
   return CGX_ERROR_ARGUMENT;
 }
 
+void cgx_mpi_stop() { cgx::MpiProgress::stop(); }
+
 int cgx_group_bell(cgx_group* group, int64_t peer, int fd) try {
   return group->inner.set_bell(peer, fd);
 } catch (const std::exception&) {

@@ -95,10 +95,7 @@ Group::~Group() {
   close();
   if (holder_bell_ >= 0) ::close(holder_bell_);
   if (thread_bell_ >= 0) ::close(thread_bell_);
-  if (getpid() != owner_pid_) {  // a forked child has closed the others, and has no MPI
-    (void)mpi_progress_.release();
-    return;
-  }
+  if (getpid() != owner_pid_) return;  // a forked child has closed the others
   if (bell_ >= 0) close_file(bell_);
   for (const int file : bells_)
     if (file >= 0) close_file(file);
@@ -223,6 +220,7 @@ int Group::run_queue(int64_t target, int64_t until_ns) {
 }
 
 void Group::finish(const Operation& op) {
+  finished_sequence_ = static_cast<uint64_t>(op.sequence);
   if (linked_ && op.what.plan) base_ += static_cast<uint64_t>(op.what.plan->n_slices);
   if (op.what.plan && op.what.plan->dtype != CGX_BYTES) {  // statistics are of what could be compressed
     count(kOperations, 1);
@@ -232,7 +230,7 @@ void Group::finish(const Operation& op) {
   }
   cgx_record record = record_of(op, CGX_RECORD_DONE);
   record.finished_ns = now_ns();
-  finished_ns_.store(record.finished_ns, std::memory_order_relaxed);
+  if (mpi_) MpiProgress::seen();
   keep(record);
 }
 

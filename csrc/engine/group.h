@@ -140,9 +140,8 @@ class Group : private Receiver, private ControlListener {
   void sleep_on_links(int64_t nap_ns);
   int look_for_link_trouble(Operation& op, const std::atomic<uint64_t>& word, uint64_t value, int64_t peer);
   void work_linked();
-  int progress_mpi();
   void ring_holder();
-  bool is_lost(int64_t peer, int64_t sequence, int64_t slice) const;
+  bool is_lost(int64_t peer, int64_t sequence, int64_t slice, int64_t waiting_since_ns) const;
   std::string link_state(int64_t peer) const;
   void poison_links(int status, const std::string& text);
   void leave_links();
@@ -151,6 +150,7 @@ class Group : private Receiver, private ControlListener {
   void frame_left(int64_t slice) override;
   void call_arrived(int64_t peer, uint64_t sequence, const cgx_call& call) override;
   void noise_arrived(int64_t peer) override;
+  void carrier_failed(int64_t peer) override;
   void poison_arrived_from(int64_t peer, int status, const std::string& text) override;
   void peer_left(int64_t peer, uint64_t last_sequence) override;
   uint64_t latest_sequence() const override;
@@ -204,8 +204,7 @@ class Group : private Receiver, private ControlListener {
   std::vector<int64_t> thread_peers_;           // the same, as the group's thread knows them
   std::vector<pollfd> pollfds_;                 // of the holder
   cgx_mpi* mpi_ = nullptr;                      // where some links go over it
-  std::unique_ptr<MpiProgress> mpi_progress_;   // used by the group's thread; set with queue_mutex_ held
-  std::atomic<int64_t> finished_ns_{0};         // when the last operation was done
+  uint64_t finished_sequence_ = 0;              // of the last operation that was done
   int holder_bell_ = -1, thread_bell_ = -1;     // eventfds
   int bell_ = -1;                               // a pipe that ranks of this node write to while this one sleeps
   std::vector<int> bells_;                      // by rank: the other end of theirs; -1: not of this node

@@ -25,6 +25,7 @@ constexpr int64_t kNapNs = 20000000;        // between two looks at whether some
 constexpr int64_t kDrainNs = 1000000000;    // for the data of a peer whose control connection has ended to come
 constexpr int64_t kPingNs = 1000000000;     // between two questions to a peer that is waited for
 constexpr int64_t kPatienceNs = 500000000;  // for an answer
+constexpr int64_t kCloseNs = 200000000;     // for messages of MPI to end when the group is closed
 constexpr size_t kPoisonTextNbytes = 1500;
 // Over MPI nothing wakes a rank that waits, and bytes move only while it looks.
 constexpr int64_t kShortNapNs = 20000, kLongestShortNapNs = 200000;
@@ -44,11 +45,9 @@ int Group::link_by_mpi(int64_t peer, cgx_mpi* library, int tag) {
   if (!link || link->control() >= 0) return CGX_ERROR_ARGUMENT;
   const Mpi mpi(*library);
   link->add_stream(mpi, tag);
-  if (mpi_) return CGX_OK;
+  if (link->streams().back()->has_ended()) return CGX_ERROR_CONNECTION;
+  if (!mpi_) MpiProgress::start(mpi, static_cast<int>(rank_), tag);
   mpi_ = library;
-  std::lock_guard<std::mutex> lock(queue_mutex_);
-  mpi_progress_ = std::make_unique<MpiProgress>(mpi, static_cast<int>(rank_), tag);
-  eventfd_write(thread_bell_, 1);
   return CGX_OK;
 }
 
@@ -269,6 +268,11 @@ void Group::noise_arrived(int64_t peer) {
            " that are no message of torch_cgx. All ranks need the same version. Restart all ranks.");
 }
 
+void Group::carrier_failed(int64_t peer) {
+  fail(CGX_ERROR_CONNECTION, name(rank_) + ": MPI reports an error in a message to or from " + name(peer) +
+                                 ". Look at what MPI wrote, then restart all ranks.");
+}
+
 // ---- waiting ----
 
 void Group::pump() {
@@ -291,8 +295,8 @@ int Group::wait_on_links(Operation& op, const std::atomic<uint64_t>& word, uint6
   // A caller has nothing else to do. The group's thread works beside one that computes, and must not take its core.
   const int64_t spin_until_ns = thread_holds_ ? begin_ns : begin_ns + spin_ns_;
   bool told = false;
-  for (int64_t nap_ns = mpi_ ? kShortNapNs : kNapNs;;
-       nap_ns = mpi_ ? std::min(2 * nap_ns, kLongestShortNapNs) : nap_ns) {
+  int64_t nap_ns = mpi_ ? kShortNapNs : kNapNs;
+  for (;;) {
     pump();
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
     if (status_.load() != CGX_OK) return status_.load();
@@ -310,15 +314,17 @@ int Group::wait_on_links(Operation& op, const std::atomic<uint64_t>& word, uint6
     if (trouble != CGX_OK) return trouble;
     if (closed_.load()) return CGX_ERROR_CLOSED;
     if (now >= until_ns) return CGX_PENDING;
+    const int64_t rest_ns = std::min(nap_ns, until_ns - now);
+    if (mpi_) nap_ns = std::min(2 * nap_ns, kLongestShortNapNs);
     if (!shares()) {
-      sleep_on_links(std::min(nap_ns, until_ns - now));
+      sleep_on_links(rest_ns);
       continue;
     }
     // What a rank of this node stores after this is followed by a byte, and what it stored before is seen here.
     row(rank_).waits_on.store(static_cast<uint32_t>(peer) + 1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     pump();
-    if (word.load(std::memory_order_acquire) < value) sleep_on_links(std::min(nap_ns, until_ns - now));
+    if (word.load(std::memory_order_acquire) < value) sleep_on_links(rest_ns);
     row(rank_).waits_on.store(0, std::memory_order_relaxed);
   }
 }
@@ -351,8 +357,8 @@ void Group::sleep_on_links(int64_t nap_ns) {
 }
 
 // Whether nothing can come from a peer any more that this operation needs. `slice`: of the payload that is waited for;
-// -1: of none.
-bool Group::is_lost(int64_t peer, int64_t sequence, int64_t slice) const {
+// -1: of none. `waiting_since_ns`: how long this rank has looked for it.
+bool Group::is_lost(int64_t peer, int64_t sequence, int64_t slice, int64_t waiting_since_ns) const {
   Link& link = *links_[static_cast<size_t>(peer)];
   const auto number = static_cast<uint64_t>(sequence);
   if (link.has_left() && link.last_sequence() < number) return true;
@@ -362,6 +368,9 @@ bool Group::is_lost(int64_t peer, int64_t sequence, int64_t slice) const {
   // its part has sent all of it, however long that waits here behind other payloads.
   if (link.down_error() == ETIMEDOUT || link.down_error() == EPROTO) return true;
   if (slice < 0 ? link.is_past(number) : link.stream(slice).is_past(number)) return true;
+  // Nothing ends over MPI. Who has left in the middle sends no more, and what it did send gets a moment to come.
+  if (link.is_by_mpi() && link.has_left() && link.finished_sequence() < number)
+    return now_ns() - waiting_since_ns > kDrainNs;
   return !link.has_left() && now_ns() - link.down_ns() > kDrainNs;
 }
 
@@ -385,7 +394,7 @@ int Group::look_for_link_trouble(Operation& op, const std::atomic<uint64_t>& wor
   const cgx_plan* plan = op.what.plan;
   const cgx_step* step = plan && op.step < plan->steps.size() ? &plan->steps[op.step] : nullptr;
   const bool receives = step && step->kind == CGX_STEP_RECEIVE && &word == &arrived_[static_cast<size_t>(step->slot)];
-  if (is_lost(peer, op.sequence, receives ? plan->slice_of(*step) : -1)) {
+  if (is_lost(peer, op.sequence, receives ? plan->slice_of(*step) : -1, op.waiting_since_ns)) {
     pump();
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
     return poison_arrived() ? status_.load() : fail_lost(peer, operation_name(op));
@@ -428,7 +437,7 @@ void Group::work_linked() {
     files.assign(1, {thread_bell_, POLLIN, 0});
     for (const int64_t peer : thread_peers_)
       files.push_back({links_[static_cast<size_t>(peer)]->control(), POLLIN, 0});  // -1: not looked at
-    if (poll(files.data(), files.size(), progress_mpi()) < 0 && errno != EINTR) return;
+    if (poll(files.data(), files.size(), -1) < 0 && errno != EINTR) return;
     eventfd_t rings;
     if (files[0].revents) eventfd_read(thread_bell_, &rings);
     bool heard = false;
@@ -455,16 +464,6 @@ void Group::work_linked() {
     std::lock_guard<std::mutex> lock(queue_mutex_);
     if (!queue_.empty() && !stopping_) wake_thread();
   }
-}
-
-// Lets MPI work where it must. Returns how long, in milliseconds, the thread may sleep then; -1: as long as it likes.
-int Group::progress_mpi() {
-  {
-    std::lock_guard<std::mutex> lock(queue_mutex_);
-    if (!mpi_progress_) return -1;
-  }
-  mpi_progress_->make();
-  return static_cast<int>(MpiProgress::pause_ns(now_ns() - finished_ns_.load(std::memory_order_relaxed)) / 1000000);
 }
 
 void Group::ring_holder() { eventfd_write(holder_bell_, 1); }
@@ -496,14 +495,14 @@ void Group::poison_links(int status, const std::string& text) {
 
 // With the role held, and without the group's thread.
 void Group::leave_links() {
+  for (const auto& link : links_)
+    if (link) link->send_control(FrameKind::kLeave, latest_sequence(), &finished_sequence_, sizeof finished_sequence_);
+  const int64_t until_ns = now_ns() + kCloseNs;
   for (const auto& link : links_) {
-    if (!link) continue;
-    link->send_control(FrameKind::kLeave, latest_sequence(), "", 0);
-    if (link->close()) continue;
+    if (!link || link->close(until_ns)) continue;
     data_.leak();  // MPI may still use it
     mpi_->stranded = 1;
   }
-  mpi_progress_.reset();
 }
 
 }  // namespace cgx

@@ -222,7 +222,8 @@ typedef struct cgx_group cgx_group;
 CGX_API int cgx_control_create(int64_t world, char* name, int64_t name_nbytes, char* error, int64_t error_nbytes);
 /* Maps it. nodes: by rank, the number of its node; global_ranks: what errors call the ranks. names: strings for errors,
  * each list separated by '\n'. name NULL: this rank shares memory with none. Ranks that share none are linked by
- * cgx_group_link, and those of one node, where there are others, by cgx_group_bell, before the group is used. */
+ * cgx_group_link (their data perhaps by cgx_group_link_mpi), and those of one node, where there are others, by
+ * cgx_group_bell, before the group is used. */
 CGX_API cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const int32_t* nodes,
                                   const int32_t* global_ranks, const char* operation_names, const char* dtype_names,
                                   const char* reduction_names, const cgx_means* means, int64_t segment_limit_nbytes,
@@ -246,6 +247,9 @@ typedef struct cgx_mpi {
 /* Adds a stream to a peer, in place of a data connection: messages with this tag and the next one, which nobody else
  * may use between these two ranks. The library is used until the group is closed. */
 CGX_API int cgx_group_link_mpi(cgx_group* group, int64_t peer, cgx_mpi* mpi, int tag);
+/* Ends the thread that lets MPI work while nobody else calls it: before MPI_Finalize, and once all groups are closed.
+ */
+CGX_API void cgx_mpi_stop(void);
 /* Hands over, likewise, the end of a pipe by which this rank wakes a peer of its node; of its own rank: the end that it
  * sleeps on. */
 CGX_API int cgx_group_bell(cgx_group* group, int64_t peer, int fd);

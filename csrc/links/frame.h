@@ -2,7 +2,8 @@
 // that this library is built for.
 //
 // Data connections carry CALL (what a rank calls, before the first payload of the operation) and PAYLOAD. The control
-// connection of a pair carries POISON (status, then text), LEAVE (with the last sequence), PING and PONG. Nothing in a
+// connection of a pair carries POISON (status, then text), LEAVE (with the last sequence,
+// then that of the last operation that was done), PING and PONG. Nothing in a
 // header is trusted: the receiver looks up slot and length in its own plan.
 #pragma once
 

@@ -63,13 +63,13 @@ void Link::set_control(int file) {
   control_ = file;
 }
 
-bool Link::close() {
+bool Link::close(int64_t until_ns) {
   // In a forked child they were closed at once: their numbers may be those of other files by now. MPI does not survive
   // fork either.
   if (getpid() != owner_pid_) return true;
   bool closed = true;
   for (std::unique_ptr<Stream>& stream : streams_) {
-    if (stream->close()) continue;
+    if (stream->close(until_ns)) continue;
     (void)stream.release();  // its memory may still be used
     closed = false;
   }
@@ -188,6 +188,10 @@ bool Link::take_control_frame(ControlListener& listener) {
     }
     case FrameKind::kLeave:
       last_sequence_.store(header.sequence, std::memory_order_release);
+      if (uint64_t finished; header.nbytes == sizeof finished) {
+        std::memcpy(&finished, body, sizeof finished);
+        finished_sequence_.store(finished, std::memory_order_release);
+      }
       left_.store(true, std::memory_order_release);
       listener.peer_left(peer_, header.sequence);
       break;

@@ -35,12 +35,13 @@ class Link {
   void add_stream(const Mpi& mpi, int tag);
   void set_control(int file);
   // False: payloads may still be read or written after this.
-  bool close();
+  bool close(int64_t until_ns = 0);
 
   // ---- by the holder of the role ----
   Stream& stream(int64_t slice) { return *streams_[static_cast<size_t>(slice) % streams_.size()]; }
   const std::vector<std::unique_ptr<Stream>>& streams() const { return streams_; }
   bool has_queued() const;
+  bool is_by_mpi() const { return streams_[0]->file() < 0; }
   bool is_past(uint64_t sequence) const;  // no data of that operation can come any more
   int64_t cut_ns() const;                 // when the first of the data connections ended; 0: none has
   // Whether the stream of this slice has not yet been given the call of that operation.
@@ -54,7 +55,9 @@ class Link {
   // When the first PING after the latest answer was sent; 0: none ever was.
   int64_t asked_ns() const { return asked_ns_.load(std::memory_order_relaxed); }
   int64_t answered_ns() const { return answered_ns_.load(std::memory_order_relaxed); }
+  // Of a peer that has left: its latest call, and the latest operation that it finished.
   uint64_t last_sequence() const { return last_sequence_.load(std::memory_order_acquire); }
+  uint64_t finished_sequence() const { return finished_sequence_.load(std::memory_order_acquire); }
   bool has_left() const { return left_.load(std::memory_order_acquire); }
 
   // ---- by the group's thread ----
@@ -78,7 +81,7 @@ class Link {
   std::vector<uint8_t> inbox_;  // bytes of control frames that are not whole
   std::atomic<int64_t> down_ns_{0}, asked_ns_{0}, answered_ns_{0};
   std::atomic<int> down_error_{0};
-  std::atomic<uint64_t> last_sequence_{0};
+  std::atomic<uint64_t> last_sequence_{0}, finished_sequence_{0};
   std::atomic<bool> left_{false};
 };
 

@@ -1,9 +1,15 @@
 #include "mpi.h"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
 
 #include "engine/waiting.h"
 
@@ -12,7 +18,6 @@ namespace {
 
 constexpr size_t kPartNbytes = size_t{1} << 30;  // counts of MPI are 32 bits wide
 constexpr size_t kMostUnderWay = 64;             // frames
-constexpr int64_t kGiveUpNs = 200000000;         // for messages to end when the group is closed
 constexpr int kBurst = 8;                        // MPICH does one small thing a call
 constexpr int64_t kOftenNs = 1000000, kSeldomNs = 50000000;
 
@@ -70,10 +75,16 @@ MpiStream::MpiStream(int64_t peer, uint8_t number, const Mpi& mpi, int tag)
   if (!mpi_.receive(head_, sizeof head_, static_cast<int>(peer_), tag_, &heads_[0])) end(EIO);
 }
 
-bool MpiStream::are_done(std::vector<MpiRequest>& requests) {
+void MpiStream::fail(Receiver& receiver) {
+  if (ended_) return;
+  end(EIO);
+  receiver.carrier_failed(peer_);
+}
+
+bool MpiStream::are_done(std::vector<MpiRequest>& requests, Receiver& receiver) {
   while (!requests.empty()) {
     if (!mpi_.test(&requests.back())) {
-      end(EIO);
+      fail(receiver);
       return false;
     }
     if (requests.back()) return false;
@@ -82,7 +93,7 @@ bool MpiStream::are_done(std::vector<MpiRequest>& requests) {
   return true;
 }
 
-bool MpiStream::start(const Outgoing& out) {
+bool MpiStream::start(const Outgoing& out, Receiver& receiver) {
   std::vector<MpiRequest> requests(1);
   bool started = mpi_.send(out.head, sizeof out.head, static_cast<int>(peer_), tag_, &requests[0]);
   for (size_t at = 0; started && at < out.data_nbytes; at += kPartNbytes) {
@@ -91,7 +102,7 @@ bool MpiStream::start(const Outgoing& out) {
     started = mpi_.send(out.data + at, nbytes, static_cast<int>(peer_), tag_ + 1, &requests.back());
   }
   leaving_.push_back(std::move(requests));
-  if (!started) end(EIO);
+  if (!started) fail(receiver);
   return started;
 }
 
@@ -99,8 +110,8 @@ void MpiStream::send(Receiver& receiver) {
   // After an error MPI may still read what is queued. Nothing leaves the queue any more, and the peer is given up.
   while (!ended_) {
     while (leaving_.size() < std::min(out_.size(), kMostUnderWay))
-      if (!start(out_[leaving_.size()])) return;
-    if (leaving_.empty() || !are_done(leaving_.front())) return;
+      if (!start(out_[leaving_.size()], receiver)) return;
+    if (leaving_.empty() || !are_done(leaving_.front(), receiver)) return;
     leaving_.pop_front();
     const int64_t slice = out_.front().slice;
     out_.pop_front();
@@ -114,12 +125,12 @@ void MpiStream::receive(Receiver& receiver) {
 }
 
 bool MpiStream::hear(Receiver& receiver) {
-  if (!are_done(heads_)) return false;
+  if (!are_done(heads_, receiver)) return false;
   uint8_t head[kHeadNbytes];
   std::memcpy(head, head_, sizeof head);
   heads_.push_back(0);
   if (!mpi_.receive(head_, sizeof head_, static_cast<int>(peer_), tag_, &heads_[0])) {
-    end(EIO);
+    fail(receiver);
     return false;
   }
   const uint8_t* at = head;
@@ -152,49 +163,100 @@ bool MpiStream::take_payload(Receiver& receiver) {
       const size_t nbytes = std::min(kPartNbytes, body_nbytes_ - at);
       arriving_.push_back(0);
       if (!mpi_.receive(body_ + at, nbytes, static_cast<int>(peer_), tag_ + 1, &arriving_.back())) {
-        end(EIO);
+        fail(receiver);
         return false;
       }
     }
   }
-  if (!are_done(arriving_)) return false;
+  if (!are_done(arriving_, receiver)) return false;
   body_ = nullptr;
   has_payload_ = false;
   receiver.payload_arrived(peer_, header_);
   return true;
 }
 
-bool MpiStream::close() {
+bool MpiStream::close(int64_t until_ns) {
   if (mpi_.is_finalized()) return true;
   for (std::vector<MpiRequest>* requests : {&heads_, &arriving_})
     for (MpiRequest& request : *requests) mpi_.cancel(&request);
-  const int64_t until_ns = now_ns() + kGiveUpNs;
+  std::vector<std::vector<MpiRequest>*> all = {&heads_, &arriving_};
+  for (std::vector<MpiRequest>& requests : leaving_) all.push_back(&requests);
   for (;;) {
-    bool done = are_done(heads_);
-    done = are_done(arriving_) && done;
-    for (std::vector<MpiRequest>& requests : leaving_) done = are_done(requests) && done;
+    bool done = true;
+    for (std::vector<MpiRequest>* requests : all)
+      for (MpiRequest& request : *requests) {
+        mpi_.test(&request);  // one that fails is over
+        done = done && request == 0;
+      }
     if (done || now_ns() > until_ns) return done;
     sched_yield();
   }
 }
 
-MpiProgress::MpiProgress(const Mpi& mpi, int rank, int tag) : mpi_(mpi) {
-  mpi_.receive(&nothing_, sizeof nothing_, rank, tag, &never_);
+// ---- progress ----
+
+namespace {
+
+struct Progress {
+  Progress(const Mpi& mpi, int rank, int tag) : mpi(mpi), rank(rank), tag(tag), pid(getpid()) {
+    thread = std::thread([this] { run(); });
+  }
+
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!stopping) {
+      // Whoever waits for a late rank waits hardly longer for the word of it.
+      const int64_t idle_ns = now_ns() - seen_ns.load(std::memory_order_relaxed);
+      const int64_t pause_ns = idle_ns < kSeldomNs ? kOftenNs : std::min(idle_ns / 10, kSeldomNs);
+      wake.wait_for(lock, std::chrono::nanoseconds(pause_ns));
+      for (int i = 0; i < kBurst && !stopping && !mpi.is_finalized(); ++i) {
+        if (never == 0) mpi.receive(&nothing, sizeof nothing, rank, tag, &never);
+        mpi.test(&never);
+      }
+    }
+    if (mpi.is_finalized()) return;
+    mpi.cancel(&never);
+    for (int i = 0; i < 1000 && never; ++i) mpi.test(&never);
+  }
+
+  const Mpi mpi;
+  const int rank, tag;
+  const pid_t pid;
+  uint8_t nothing = 0;
+  MpiRequest never = 0;  // a message from this rank to itself, which nobody sends
+  std::atomic<int64_t> seen_ns{0};
+  bool stopping = false;
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::thread thread;
+};
+
+std::mutex progress_mutex;
+std::atomic<Progress*> progress{nullptr};  // never freed: a forked child has no thread to end
+
+}  // namespace
+
+void MpiProgress::start(const Mpi& mpi, int rank, int tag) {
+  std::lock_guard<std::mutex> lock(progress_mutex);
+  if (!progress.load() || progress.load()->pid != getpid()) progress = new Progress(mpi, rank, tag);
 }
 
-MpiProgress::~MpiProgress() {
-  if (mpi_.is_finalized()) return;
-  mpi_.cancel(&never_);
-  for (int i = 0; i < 1000 && never_; ++i) mpi_.test(&never_);
+void MpiProgress::seen() {
+  if (Progress* found = progress.load(std::memory_order_relaxed))
+    found->seen_ns.store(now_ns(), std::memory_order_relaxed);
 }
 
-void MpiProgress::make() const {
-  for (int i = 0; i < kBurst && !mpi_.is_finalized(); ++i) mpi_.test(&never_);
-}
-
-// Whoever waits for a late rank waits hardly longer for the word of it.
-int64_t MpiProgress::pause_ns(int64_t since_ns) {
-  return since_ns < kSeldomNs ? kOftenNs : std::min(since_ns / 10, kSeldomNs);
+void MpiProgress::stop() {
+  std::lock_guard<std::mutex> lock(progress_mutex);
+  Progress* found = progress.exchange(nullptr);
+  if (!found || found->pid != getpid()) return;
+  {
+    std::lock_guard<std::mutex> ending(found->mutex);
+    found->stopping = true;
+  }
+  found->wake.notify_all();
+  found->thread.join();
+  delete found;
 }
 
 }  // namespace cgx

@@ -2,7 +2,8 @@
 //
 // MPI has neither descriptors to sleep on nor connections that end, so whether a peer is there is told by the control
 // connection, as ever. Sends are synchronous (MPI_Issend): one that is done has met its receive. So MPI never piles up
-// messages that nobody takes, and a rank that has flushed its queue owes its peers nothing.
+// messages that nobody takes, and a rank that has flushed its queue owes its peers nothing but the word that it has
+// received.
 #pragma once
 
 #include <vector>
@@ -37,13 +38,15 @@ class MpiStream final : public Stream {
 
   void send(Receiver& receiver) override;
   void receive(Receiver& receiver) override;
-  bool close() override;
+  bool close(int64_t until_ns) override;
 
  private:
-  bool start(const Outgoing& out);
+  bool start(const Outgoing& out, Receiver& receiver);
   bool hear(Receiver& receiver);  // the next header; false: there is none now
   bool take_payload(Receiver& receiver);
-  bool are_done(std::vector<MpiRequest>& requests);  // false, and ended, where MPI has an error
+  void fail(Receiver& receiver);
+  // False, and the stream has ended, where MPI has an error.
+  bool are_done(std::vector<MpiRequest>& requests, Receiver& receiver);
 
   const Mpi mpi_;
   const int tag_;
@@ -54,19 +57,14 @@ class MpiStream final : public Stream {
   std::vector<MpiRequest> arriving_;             // its parts
 };
 
-// Lets MPI work while no operation runs: it moves bytes only inside its calls, and a rank that is through with its
-// messages may still owe its peers the word that one has arrived.
+// A thread of the process that lets MPI work while nobody calls it: MPI moves bytes only inside its calls, and a rank
+// that is through with its messages, or with its group, may still owe its peers the word that one has arrived.
 class MpiProgress {
  public:
-  MpiProgress(const Mpi& mpi, int rank, int tag);
-  ~MpiProgress();
-  void make() const;                          // a little of it
-  static int64_t pause_ns(int64_t since_ns);  // until the next, so long after the last operation
-
- private:
-  const Mpi mpi_;
-  uint8_t nothing_ = 0;
-  mutable MpiRequest never_ = 0;  // a message from this rank to itself, which nobody sends
+  // Starts it, once. No message comes from this rank to itself with this tag.
+  static void start(const Mpi& mpi, int rank, int tag);
+  static void stop();
+  static void seen();  // somebody has just called MPI
 };
 
 }  // namespace cgx

@@ -77,7 +77,7 @@ bool Stream::find_place(Receiver& receiver) {
 
 // ---- sockets ----
 
-bool SocketStream::close() {
+bool SocketStream::close(int64_t) {
   close_file(file_);
   return true;
 }

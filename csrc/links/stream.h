@@ -24,6 +24,8 @@ class Receiver {
   virtual void call_arrived(int64_t peer, uint64_t sequence, const cgx_call& call) = 0;
   // What came is no frame of ours.
   virtual void noise_arrived(int64_t peer) = 0;
+  // The library that carries messages to and from this peer reports an error.
+  virtual void carrier_failed(int64_t peer) = 0;
 };
 
 class Stream {
@@ -37,8 +39,8 @@ class Stream {
              const uint8_t* data, uint64_t nbytes);
   virtual void send(Receiver& receiver) = 0;     // as much as can leave now
   virtual void receive(Receiver& receiver) = 0;  // all that is there and may be taken
-  // False: payloads of this rank may still be read or written, though nobody waits for them.
-  virtual bool close() = 0;
+  // Gives what is under way until then to end. False: payloads of this rank may still be read or written.
+  virtual bool close(int64_t until_ns) = 0;
 
   virtual int file() const { return -1; }  // to sleep on; -1: there is none, look often
   bool has_queued() const { return !out_.empty(); }
@@ -90,7 +92,7 @@ class SocketStream final : public Stream {
 
   void send(Receiver& receiver) override;
   void receive(Receiver& receiver) override;
-  bool close() override;
+  bool close(int64_t until_ns) override;
   int file() const override { return file_; }
 
  private:

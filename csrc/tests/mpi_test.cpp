@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 
+#include "engine/waiting.h"
 #include "ranks.h"
 
 namespace {
@@ -45,6 +46,7 @@ struct Fabric {
   }
 
   void reset() {
+    cgx_mpi_stop();
     messages.clear();
     counts.clear();
     most_tests = 0;
@@ -148,6 +150,7 @@ std::vector<Group> groups_over_mpi(int64_t world) {
 void nothing_is_left(int64_t world) {
   for (int64_t rank = 0; rank < world; ++rank)
     if (libraries[size_t(rank)].stranded) fail("rank %d left messages behind", int(rank));
+  cgx_mpi_stop();  // whose own message never comes
   if (!Fabric::the().messages.empty()) fail("%d messages are left", int(Fabric::the().messages.size()));
 }
 
@@ -179,6 +182,7 @@ class Nobody : public cgx::Receiver {
   void frame_left(int64_t) override { ++left; }
   void call_arrived(int64_t, uint64_t, const cgx_call&) override {}
   void noise_arrived(int64_t) override { ++noise; }
+  void carrier_failed(int64_t) override {}
   int left = 0, noise = 0;
 };
 
@@ -195,7 +199,7 @@ void a_payload_of_gigabytes_goes_in_parts() {
     const std::vector<int>& counts = Fabric::the().counts;
     for (size_t i = 1; i < counts.size(); ++i) total += uint64_t(counts[i]);  // the first is the head
     if (total != nbytes) fail("%d bytes were sent", int(total));
-    if (stream.close()) fail("a stream is closed though nobody takes its message");
+    if (stream.close(cgx::now_ns() + 10000000)) fail("a stream is closed though nobody takes its message");
     if (nobody.left) fail("a frame has left that nobody took");
   }
 }
@@ -210,7 +214,7 @@ void noise_is_refused() {
   other.send(noise.data(), noise.size(), 0, 20, &request);
   stream.receive(nobody);
   if (nobody.noise != 1 || !stream.has_ended()) fail("noise was not noticed");
-  if (!stream.close()) fail("the stream cannot be closed");
+  if (!stream.close(cgx::now_ns() + 10000000)) fail("the stream cannot be closed");
 }
 
 // Whoever fails says so on the control connections.
@@ -231,7 +235,31 @@ void an_error_of_mpi_ends_the_group() {
       ++ready;
       while (ready.load() < 4) std::this_thread::yield();
       const int status = wait(group, submit(group, call_of(128, 4), second, false), 100);
-      must_be(group, rank, status, {CGX_ERROR_PEER_LOST, CGX_ERROR_POISONED}, "lost rank");
+      must_be(group, rank, status, {CGX_ERROR_CONNECTION, CGX_ERROR_POISONED}, "MPI reports an error");
+    });
+  }
+}
+
+// Nothing tells that no more will come, but that it has left.
+void a_rank_that_leaves_in_the_middle_is_noticed() {
+  for (bool takes_part : {false, true}) {
+    Fabric::the().reset();
+    joint = {1, 1, 0};
+    std::atomic<bool> left{false};
+    with_groups(groups_over_mpi(2), [&](cgx_group* group, int64_t rank) {
+      Pending first = simple(rank, 2), second = simple(rank, 2);
+      must_be(group, rank, wait(group, submit(group, call_of(128, 4), first, false), 100), {CGX_OK}, "");
+      if (rank == 1) {
+        if (takes_part) submit(group, call_of(128, 4), second, true);
+        cgx_group_close(group);
+        left = true;
+        return;
+      }
+      while (!left.load()) std::this_thread::yield();
+      const auto begin = std::chrono::steady_clock::now();
+      const int status = wait(group, submit(group, call_of(128, 4), second, false), 100);
+      must_be(group, rank, status, {CGX_ERROR_PEER_LOST}, "lost rank 1");
+      if (std::chrono::steady_clock::now() - begin > std::chrono::seconds(5)) fail("it took too long to notice");
     });
   }
 }
@@ -276,6 +304,7 @@ constexpr Check kChecks[] = {
     {"a payload of gigabytes goes in parts", a_payload_of_gigabytes_goes_in_parts},
     {"noise is refused", noise_is_refused},
     {"an error of MPI ends the group", an_error_of_mpi_ends_the_group},
+    {"a rank that leaves in the middle is noticed", a_rank_that_leaves_in_the_middle_is_noticed},
     {"memory that MPI may still use is left to it", memory_that_mpi_may_still_use_is_left_to_it},
 };
 

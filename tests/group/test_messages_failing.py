@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -191,3 +192,64 @@ def after_a_failure(me: Rank) -> None:
 @pytest.mark.matrix
 def test_after_a_failure_a_group_only_raises_and_a_new_one_works() -> None:
     run_ranks(after_a_failure, 2, "cgx", env={BITS: "4"}, rank_env=apart(2))
+
+
+def fails_unseen(me: Rank) -> None:
+    """The kernels of one rank fail in an operation that it does not wait for."""
+    from torch_cgx.engines.plain import PlainEngine
+
+    dist.all_reduce(torch.ones(1000))
+    me.meet("all have reduced")
+    if me.rank == 1:
+        PlainEngine._run_slice = broken  # type: ignore[method-assign]
+    me.mark()
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    assert work is not None
+    if me.rank == 1:
+        while not me.store.check(["raised/0", "raised/2"]):  # a wait would keep the store from its inquiry
+            time.sleep(0.05)
+        with pytest.raises(torch_cgx.CGXError, match="the operation failed: out of luck"):
+            dist.all_reduce(torch.ones(1000))
+    try:
+        work.wait()
+    finally:
+        me.store.set(f"raised/{me.rank}", "")
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("out of luck")
+
+
+def test_a_failure_that_its_own_rank_does_not_look_at_is_raised_by_all_others() -> None:
+    outcomes = observe_ranks(fails_unseen, 3, "cgx", env={BITS: "4"}, rank_env=apart(3))
+    for outcome in outcomes:
+        raised(outcome, "CGXError")
+        assert outcome.after_mark_s is not None and outcome.after_mark_s < SOON_S
+        assert "out of luck" in outcome.message, describe(outcomes)
+
+
+def destroys_while_a_thread_waits(me: Rank) -> None:
+    """A thread waits for a rank that never calls, and the main thread leaves."""
+    dist.all_reduce(torch.ones(1000))
+    me.meet("all have reduced")
+    if me.rank == 0:
+        ended: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                dist.all_reduce(torch.ones(1000))
+            except torch_cgx.CGXError as error:
+                ended.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.5)
+        dist.destroy_process_group()
+        waiting.join(SOON_S)
+        assert len(ended) == 1
+    me.meet("one has left")
+
+
+@pytest.mark.parametrize("cross", [None, pytest.param("TCP", marks=needs_native)], ids=["Gloo", "links"])
+def test_destroying_a_group_ends_the_wait_of_another_thread(cross: str | None) -> None:
+    run_ranks(destroys_while_a_thread_waits, 2, "cgx", env={BITS: "4"}, rank_env=apart(2, cross), destroy=False)

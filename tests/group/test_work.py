@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError
 from torch_cgx.group.futures import Completions
+from torch_cgx.group.ledger.board import _BoardEntry
+from torch_cgx.group.ledger.store import _StoreEntry
 from torch_cgx.group.work import CarriedWork, CompositeWork, DoneWork
 
 WHAT = "broadcast (operation 7 of rank 1)"
@@ -79,7 +82,7 @@ class FakeBoard:
 @pytest.fixture(autouse=True)
 def peers_die_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or not at all: nobody waits long for a fake one."""
-    monkeypatch.setattr("torch_cgx.group.work._DYING_S", 0.01)
+    monkeypatch.setattr("torch_cgx.group.ledger.board._DYING_S", 0.01)
 
 
 @pytest.fixture
@@ -89,8 +92,22 @@ def completions() -> Iterator[Completions]:
     found.close()
 
 
+class FakeInquiry:
+    """What ranks without a board ask, as far as a carried work uses it."""
+
+    def check(self) -> None: ...
+
+    def explain(self, error: CGXError, number: int) -> CGXError:
+        return error
+
+
 def carried(inner: FakeInner, completions: Completions, board: FakeBoard | None = None) -> CarriedWork:
-    return CarriedWork(inner, WHAT, board, None, 7, [torch.ones(2)], completions)  # type: ignore[arg-type]
+    entry: Any = _BoardEntry(board, 7, WHAT)  # type: ignore[arg-type]
+    if board is None:
+        unused: Any = None
+        entry = _StoreEntry(FakeInquiry(), unused, unused, 7, WHAT)  # type: ignore[arg-type]
+    trail: Any = SimpleNamespace(finish=lambda error=None: None)
+    return CarriedWork(inner, entry, [torch.ones(2)], completions, trail)
 
 
 @pytest.mark.parametrize("board", [None, FakeBoard()], ids=["no board", "board"])

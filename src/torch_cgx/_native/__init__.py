@@ -160,6 +160,7 @@ _SHARED_MEMORY: dict[str, tuple[object, list[object]]] = {
     ),
     "cgx_group_link": (c_int, [c_void_p, c_int64, c_int64, c_int]),
     "cgx_group_link_mpi": (c_int, [c_void_p, c_int64, POINTER(Mpi), c_int]),
+    "cgx_mpi_stop": (None, []),
     "cgx_group_bell": (c_int, [c_void_p, c_int64, c_int]),
     "cgx_control_unlink": (None, [c_char_p]),
     "cgx_group_note": (c_int64, [c_void_p, POINTER(Call)]),

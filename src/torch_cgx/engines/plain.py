@@ -18,31 +18,17 @@ from torch import Tensor
 
 from torch_cgx.engines.computing import PHASES, Reduction, compute
 from torch_cgx.engines.recorder import Trail
-from torch_cgx.errors import CGXError
+from torch_cgx.errors import CGXTimeoutError
 from torch_cgx.kernels import Kernels
 from torch_cgx.plan.layout import Chunk, Slice
 from torch_cgx.plan.program import Receive, Send
 from torch_cgx.plan.rounds import Round, rounds_for
 from torch_cgx.plan.schedule import schedule_for
 
-__all__ = ["Ended", "PlainEngine"]
+__all__ = ["PlainEngine"]
 
 _SLICE = timedelta(milliseconds=20)  # of a wait, between two chances for Ctrl-C
 _SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
-
-
-class Ended:
-    """A handle, like torch's own, on an operation that has ended."""
-
-    def __init__(self, error: RuntimeError | None) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class PlainEngine:
@@ -58,23 +44,15 @@ class PlainEngine:
         names = ("bytes_sent", "encode_s", "wait_s", "reduce_s", "decode_s")
         self.figures: dict[str, float] = dict.fromkeys(names, 0)
 
-    def run(self, operation: Reduction, timeout: timedelta, trail: Trail) -> Ended:
-        """Run it to its end. What goes wrong concerns the group, and is raised by the handle."""
+    def run(self, operation: Reduction, timeout: timedelta, trail: Trail) -> None:
+        """Run it to its end. Whatever is raised leaves the ranks out of step: the group has failed."""
         operation = replace(operation, rounding=replace(operation.rounding, rank=self._rank))
-        trail.start()
-        try:
-            with torch.inference_mode():  # the values may be a tensor of that mode
-                for part in operation.layout.slices:
-                    self._run_slice(part, operation, timeout, trail)
-        except RuntimeError as error:
-            return Ended(error)
-        except Exception as error:
-            failure = CGXError(f"the operation failed: {error}")
-            failure.__cause__ = error
-            return Ended(failure)
-        return Ended(None)
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        with torch.inference_mode():  # the values may be a tensor of that mode
+            for part in operation.layout.slices:
+                self._run_slice(part, operation, deadline_s, trail)
 
-    def _run_slice(self, part: Slice, operation: Reduction, timeout: timedelta, trail: Trail) -> None:
+    def _run_slice(self, part: Slice, operation: Reduction, deadline_s: float, trail: Trail) -> None:
         key = (operation.topology, tuple(chunk.nbytes > 0 for chunk in part.chunks), self._rank)
         schedule, rounds = schedule_for(*key), rounds_for(*key)
         slots: dict[str, Tensor] = {}
@@ -91,26 +69,25 @@ class PlainEngine:
             for turn in rounds[level]:
                 incoming = {peer: coded(slot).nbytes for peer, slot in turn.receives.items()}
                 with self._timed("wait_s", trail):
-                    arrived = self._exchange(turn, slots, incoming, operation.topology.world, timeout)
+                    arrived = self._exchange(turn, slots, incoming, operation.topology.world, deadline_s)
                 slots.update(zip(turn.receives.values(), arrived, strict=True))
                 sent_nbytes = sum(slots[slot].numel() for slot in turn.sends.values())
                 self.figures["bytes_sent"] += sent_nbytes
                 trail.sent_nbytes += sent_nbytes
 
     def _exchange(
-        self, turn: Round, slots: dict[str, Tensor], incoming: dict[int, int], world: int, timeout: timedelta
+        self, turn: Round, slots: dict[str, Tensor], incoming: dict[int, int], world: int, deadline_s: float
     ) -> list[Tensor]:
         """Return what arrives, in the order of `turn.receives`."""
         lengths = [incoming.get(peer, 0) for peer in range(world)]
         payloads = [slots[turn.sends[peer]] for peer in sorted(turn.sends)]
         sent = torch.cat(payloads) if payloads else _bytes(0)
         received = _bytes(sum(lengths))
-        options = c10d.AllToAllOptions()
-        options.timeout = timeout
         leaving = [slots[turn.sends[peer]].numel() if peer in turn.sends else 0 for peer in range(world)]
-        work = self._group.alltoall_base(received, sent, lengths, leaving, options)
+        work = self._group.alltoall_base(received, sent, lengths, leaving, c10d.AllToAllOptions())
         while not _has_ended(work):
-            pass
+            if time.monotonic() > deadline_s:  # Gloo's own limit is that of each exchange, and not of every torch
+                raise CGXTimeoutError("Timed out waiting for the payloads of other ranks")
         parts = torch.split(received, lengths)
         return [parts[peer] for peer in turn.receives]
 

@@ -21,6 +21,7 @@ __all__ = [
     "describe",
     "digest",
     "fields_of",
+    "operation_name",
     "options_from",
     "premultiplier",
     "reduction_name",
@@ -130,6 +131,11 @@ def describe(call: _native.Call) -> str:
     if call.layout != 0:
         parts.append(f"layers and strides #{call.layout & 0xFFFFFFFF:x}")
     return f"{_name(_OPERATIONS, call.operation)}({', '.join(parts)})"
+
+
+def operation_name(call: _native.Call) -> str:
+    """Return what was called, in a word."""
+    return _name(_OPERATIONS, call.operation)
 
 
 def _name(names: Sequence[str], index: int) -> str:

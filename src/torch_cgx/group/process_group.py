@@ -12,7 +12,8 @@ import multiprocessing.util
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,11 +25,10 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from torch_cgx import _native
-from torch_cgx.checked import NativeComparison, Nothing, Starter, hang_up
 from torch_cgx.config import Compression, Settings
 from torch_cgx.engines.host.native import SharedGroup
 from torch_cgx.engines.plain import PlainEngine
-from torch_cgx.engines.recorder import GroupRecorder, process_recorder
+from torch_cgx.engines.recorder import GroupRecorder, Trail, process_recorder
 from torch_cgx.errors import CGXError, MismatchError
 from torch_cgx.group import notices
 from torch_cgx.group.allreduces import EXACT, milliseconds
@@ -38,17 +38,20 @@ from torch_cgx.group.bootstrap.linked import open_linked_group
 from torch_cgx.group.bootstrap.mpi_process import finalises_at_exit
 from torch_cgx.group.bootstrap.rendezvous import meet
 from torch_cgx.group.bootstrap.topology import topology_of
-from torch_cgx.group.calls import collective_call, describe, options_from
+from torch_cgx.group.calls import collective_call, options_from
 from torch_cgx.group.cuda import CudaSide, Engine, cuda_engine, cuda_problem, open_side
 from torch_cgx.group.dynamo import skip_package
 from torch_cgx.group.futures import Completions
 from torch_cgx.group.layer_table import LayerTable
+from torch_cgx.group.ledger import Ledger, NoLedger
+from torch_cgx.group.ledger.board import BoardLedger
+from torch_cgx.group.ledger.starter import Nothing, hang_up
+from torch_cgx.group.ledger.store import StoreLedger
 from torch_cgx.group.moves import Moves
 from torch_cgx.group.reducers import PlainReducer, Reducer, SharedReducer
 from torch_cgx.group.requests import Place, Request
 from torch_cgx.group.trace_signal import listen
 from torch_cgx.group.work import CarriedWork, CompositeWork, DoneWork, EndOf
-from torch_cgx.inquiry import Inquiry
 from torch_cgx.kernels.native import default_kernels, thread_count
 from torch_cgx.version import warn_of_conflict
 
@@ -116,8 +119,7 @@ class ProcessGroupCGX(Moves):
         """Open all that reaches the other ranks: Gloo's connections, shared memory and links, the CUDA side."""
         rank, world, members = self._rank, self._world, self._members
         self._shared: SharedGroup | None = None
-        self._inquiry: Inquiry | None = None  # in the board's place
-        self._starter: Starter | None = None
+        self._ledger: Ledger = NoLedger()
         self._cuda: CudaSide | None = None
         self._reducer: Reducer | None = None
         self._gloo: Any = dist.ProcessGroupGloo(prefixed("gloo"), rank, world, self._timeout)
@@ -131,25 +133,21 @@ class ProcessGroupCGX(Moves):
         carrier = "GLOO"
         if world > 1 and self._shared is None and all(members.native):
             self._shared, carrier = open_linked_group(joining)
-            self._starter = Starter(self._gloo, None, self._timeout)
         if self._shared is not None:
+            name = f"rank {self._global_ranks[rank]}"
+            self._ledger = BoardLedger(self._shared, self._gloo, self._timeout, name)
             self._reducer = SharedReducer(self._shared, place, topology_of(members.nodes, self._settings))
         elif world > 1:
             handshake.check_plain(joining)
-            self._inquiry = Inquiry(prefixed("cgx inquiry"), rank, self._global_ranks, partial(hang_up, self._gloo))
-            self._starter = Starter(self._gloo, self._inquiry, self._timeout)
+            facts = (self._gloo, rank, self._global_ranks, self._timeout)
+            self._ledger = StoreLedger(prefixed("cgx inquiry"), *facts)
             threads = thread_count(self._settings.num_threads, members.ranks_here(rank))
             engine = PlainEngine(self._gloo, default_kernels(self._settings.simd, threads), rank)
-            facts = (self._starter, self._inquiry, place, self._lock, f"rank {self._global_ranks[rank]}")
-            self._reducer = PlainReducer(engine, *facts)
+            self._reducer = PlainReducer(engine, self._ledger, place, self._lock)
         sharing = None if self._shared is None or self._shared.linked else self._shared
         self._recorder.attach(self, carrier if sharing is None else "SHM", self._shared)
         if members.all_have_cuda:
-            number = None
-            if sharing is None and world > 1:
-                assert self._starter is not None
-                number = self._starter.number if self._shared is None else self._number_natively
-            self._cuda = open_side(self._engine(joining), joining, place, sharing, self._lock, number)
+            self._cuda = open_side(self._engine(joining), joining, place, sharing, self._lock, self._ledger.note)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._cuda.carrier)
 
     def _cuda_problem(self) -> str:
@@ -177,16 +175,11 @@ class ProcessGroupCGX(Moves):
             self._closed = True
         self._recorder.close()
         self._note_figures()
-        failed = self._shared is not None and self._shared.has_failed
-        if self._inquiry is not None:
-            failed = failed or self._inquiry.failure is not None
-            self._inquiry.close()
+        failed = self._ledger.has_failed
         if self._reducer is not None:
             self._reducer.close()
-        if self._starter is not None and not self._forked:
-            if not self._starter.drained():
-                hang_up(self._gloo)
-            self._starter.close()
+        if not self._forked:
+            self._ledger.close()
         if self._cuda is not None:
             self._cuda.close(at_once=failed or self._aborting, at_exit=self._exiting)
         self._completions.close()
@@ -194,11 +187,8 @@ class ProcessGroupCGX(Moves):
     def abort(self) -> None:
         """Like shutdown, but peers fail at once instead of when they next wait for this rank."""
         reason = CGXError(f"rank {self._global_ranks[self._rank]} called abort(): restart all ranks")
-        if self._shared is not None and not self._closed:
-            self._shared.fail(reason)
-        if self._inquiry is not None and not self._closed and not self._forked:
-            self._inquiry.close(reason)
-            self._inquiry.hang_up()
+        if not self._closed and not self._forked:
+            self._ledger.abort(reason)
         self._aborting = True
         self.shutdown()
 
@@ -218,8 +208,7 @@ class ProcessGroupCGX(Moves):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        if self._starter is not None:
-            self._starter.timeout = timeout
+        self._ledger.set_timeout(timeout)
         for reducer in self._reducers():
             reducer.set_timeout(timeout)
         if self._cuda is not None:
@@ -279,65 +268,45 @@ class ProcessGroupCGX(Moves):
         side = self._cuda if run is not None and carrier is getattr(run.func, "__self__", self) else None
         with self._lock:
             call = collective_call(operation, dtype, shape, reduction=reduction, root=root, layout=layout)
-            comparison: NativeComparison | None = None
-            asynchronous = getattr(run.args[-1], "asyncOp", True) if run is not None and run.args else True
-            if self._shared is not None and self._shared.linked and side is None:
-                sequence, comparison = self._agree(call, asynchronous=asynchronous or run is None)
-            else:
-                sequence = self._note(call, side)
             called = (operation, dtype, shape, reduction, 0, root, None, None)
-            trail = self._recorder.begin(called, "gloo" if side is None else "nccl", sequence)
-            try:
-                if self._shared is not None:
-                    self._shared.check(sequence)
+            if side is not None and run is not None:
+                return self._enqueue(run, call, called, result)
+            asynchronous = getattr(run.args[-1], "asyncOp", True) if run is not None and run.args else True
+            entry = self._ledger.enter(call, asynchronous=asynchronous or run is None)
+            trail = self._recorder.begin(called, "gloo", entry.number)
+            with self._recording(operation, trail):
                 if run is None:
+                    entry.has_ended()
                     trail.finish()
                     return DoneWork(result, self._completions)
-                with record_function(f"cgx::{operation}"):
-                    if side is not None or self._starter is None:
-                        inner = run()
-                    else:
-                        inner = self._starter.carry(call, sequence, run, asynchronous, comparison)
-            except Exception as error:
-                trail.finish(error)
-                self._recorder.fail(error)
-                raise
-        if side is not None:
-            trail.enqueued = True
-            trail.finish()
-            # Its wait with a time limit would abort the communicator, and it is complete on a stream. What is on the
-            # caller's own stream has no handle of NCCL's, and None would crash callers in C++.
-            return DoneWork(result, self._completions) if inner is None else inner
-        words = operation if self._shared is None else describe(call)  # without a board, the inquiry describes the call
-        what = f"{words} (operation {trail.number} of rank {self._global_ranks[self._rank]})"
-        watched_by = (self._shared, self._inquiry)
-        work = CarriedWork(inner, what, *watched_by, sequence, result, self._completions, trail)
+                inner = entry.start(run, asynchronous=asynchronous)
+        work = CarriedWork(inner, entry, result, self._completions, trail)
         self._carried.add(work)
         return work
 
-    def _agree(self, call: _native.Call, *, asynchronous: bool) -> tuple[int, NativeComparison]:
-        """Note a call on a linked group, and have all ranks compare theirs with it: its number, and the comparison."""
-        assert self._shared is not None
-        timeout_ms = milliseconds(timedelta(0), self._timeout)
-        operation, sequence = self._shared.agree(call, timeout_ms, wake=asynchronous)
-        return sequence, NativeComparison(self._shared, operation)
+    def _enqueue(self, run: partial[Any], call: _native.Call, called: tuple[Any, ...], result: list[Tensor]) -> Any:
+        """Have NCCL enqueue a call on the caller's stream, or on its own. With the group's lock held."""
+        number = self._ledger.note(call)
+        trail = self._recorder.begin(called, "nccl", number)
+        with self._recording(called[0], trail):
+            if self._shared is not None:
+                self._shared.check(number)
+            inner = run()
+        trail.enqueued = True
+        trail.finish()
+        # Its wait with a time limit would abort the communicator, and it is complete on a stream. What is on the
+        # caller's own stream has no handle of NCCL's, and None would crash callers in C++.
+        return DoneWork(result, self._completions) if inner is None else inner
 
-    def _number_natively(self, call: _native.Call) -> int:
-        """Note a call that NCCL carries on a linked group; with TORCH_DISTRIBUTED_DEBUG=DETAIL it is compared first."""
-        assert self._shared is not None
-        if c10d.get_debug_level() != c10d.DebugLevel.DETAIL:
-            return self._shared.note(call)
-        sequence, comparison = self._agree(call, asynchronous=False)
-        comparison.wait()
-        return sequence
-
-    def _note(self, call: _native.Call, side: CudaSide | None) -> int:
-        """Write a call on the board, or wherever ranks without one look; its number."""
-        if self._shared is not None:
-            return self._number_natively(call) if self._shared.linked else self._shared.note(call)
-        if self._inquiry is None or self._starter is None:  # this rank is alone
-            return 0
-        return self._inquiry.note(call) if side is None else self._starter.number(call)
+    @contextmanager
+    def _recording(self, operation: str, trail: Trail) -> Iterator[None]:
+        try:
+            with record_function(f"cgx::{operation}"):
+                yield
+        except Exception as error:
+            trail.finish(error)
+            self._recorder.fail(error)
+            raise
 
     def _check_usable(self) -> None:
         if self._forked:

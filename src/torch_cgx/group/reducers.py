@@ -15,10 +15,13 @@ from typing import Protocol
 
 import torch
 
-from torch_cgx.checked import Starter
+from torch_cgx.engines.computing import Reduction
 from torch_cgx.engines.host.native import Prepared, SharedGroup, make_plan
 from torch_cgx.engines.plain import PlainEngine
+from torch_cgx.engines.recorder import Trail
 from torch_cgx.errors import CGXError
+from torch_cgx.group.ledger import Entry, Ledger, trouble_of
+from torch_cgx.group.ledger.starter import GroupFailedError, Nothing
 from torch_cgx.group.requests import (
     PREPARED,
     Counts,
@@ -33,7 +36,6 @@ from torch_cgx.group.requests import (
     share_meanings,
 )
 from torch_cgx.group.work import CarriedWork, CompositeWork, PolledWork, SharedWork
-from torch_cgx.inquiry import Inquiry
 from torch_cgx.plan.algorithms import IN_SHARES, Topology
 from torch_cgx.tensors import copy_values
 
@@ -190,20 +192,13 @@ class SharedReducer:
 
 
 class PlainReducer:
-    """Has Gloo carry requests, in one order with all else that it carries: see `PlainEngine`.
+    """Has Gloo carry requests, in one order with all else that it carries: see `PlainEngine`. `lock` is the group's."""
 
-    `lock` is the group's. `name` is what errors call this rank.
-    """
-
-    def __init__(
-        self, engine: PlainEngine, starter: Starter, inquiry: Inquiry, place: Place, lock: threading.Lock, name: str
-    ) -> None:
+    def __init__(self, engine: PlainEngine, ledger: Ledger, place: Place, lock: threading.Lock) -> None:
         self._engine = engine
-        self._starter = starter
-        self._inquiry = inquiry
+        self._ledger = ledger
         self._place = place
         self._lock = lock
-        self._name = name
         self._meanings = Meanings(place, Topology.flat("SRA", place.world))
         self._share_meanings = share_meanings(place)
         self.reset_stats()
@@ -216,13 +211,27 @@ class PlainReducer:
         reduction = make_reduction(request, meaning, place, meanings.topology)
         timeout = timedelta(milliseconds=request.timeout_ms)
         with self._lock:
-            number = self._inquiry.note(call)
-            trail = begin_trail(request, place, reduction, number)
-            run = partial(self._engine.run, reduction.numbered(number), timeout, trail)
-            handle = self._starter.carry(call, number, run, request.asynchronous, timeout=timeout)
+            # On the thread that starts what Gloo carries: a caller that is interrupted leaves nothing half done.
+            entry = self._ledger.enter(call, asynchronous=True, timeout=timeout)
+            trail = begin_trail(request, place, reduction, entry.number)
+            run = partial(self._run, entry, reduction.numbered(entry.number), timeout, trail)
+            handle = entry.start(run, asynchronous=True)
             self._counts.add(request, meaning)
-        what = f"{request.operation} (operation {number} of {self._name})"
-        return CarriedWork(handle, what, None, self._inquiry, number, request.result, place.completions, trail)
+        return CarriedWork(handle, entry, request.result, place.completions, trail)
+
+    def _run(self, entry: Entry, reduction: Reduction, timeout: timedelta, trail: Trail) -> Nothing:
+        trail.start()
+        try:
+            self._engine.run(reduction, timeout, trail)
+        except Exception as error:
+            told = error
+            if not isinstance(told, RuntimeError) or (not isinstance(told, CGXError) and trouble_of(told) is None):
+                told = CGXError(f"the operation failed: {error}")  # this rank's own, which its peers have to be told
+            failure = entry.explained(told)
+            trail.finish(failure)
+            raise GroupFailedError(failure) from error
+        trail.finish()
+        return Nothing()
 
     def stats(self) -> dict[str, float]:
         return {**self._counts.figures, **self._engine.figures}

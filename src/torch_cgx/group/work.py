@@ -16,22 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from torch_cgx.checked import SLICE_ENDED, Checked
 from torch_cgx.engines.recorder import Trail
-from torch_cgx.errors import CGXError, CGXTimeoutError, PeerLostError
+from torch_cgx.errors import CGXTimeoutError
 from torch_cgx.group.futures import SLICE_MS, Completions
+from torch_cgx.group.ledger import Entry
+from torch_cgx.group.ledger.starter import SLICE_ENDED, Checked
 
 if TYPE_CHECKING:
     from torch_cgx.engines.host.native import SharedGroup
-    from torch_cgx.inquiry import Inquiry
 
 __all__ = ["CarriedWork", "CompositeWork", "DoneWork", "EndOf", "PolledWork", "SharedWork"]
 
 _CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
-_DYING_S = 1.0  # how long the death of a peer may take to show after its connection was lost
-_TIMEOUT_WORDS = ("imed out", "timeout caused")
-_CONNECTION_WORDS = ("onnection", "peer", "roken pipe", "transport/tcp")  # of Gloo's errors when a peer is lost
-_WONDER_S = (0.5, 60.0)  # a wait without a board first asks the others after the first, then after twice as long, ...
 
 
 # Older torch lets the Python part of a Work die while C++ has it, which then waits for ever (seen with 2.6, in the
@@ -150,47 +146,16 @@ class SharedWork(PolledWork):
         return self._group.native_seconds(self._number)
 
 
-class _Patience:
-    """Of one who waits without a board: it asks the others what they do, at ever longer intervals."""
-
-    def __init__(self, inquiry: Inquiry) -> None:
-        self._inquiry = inquiry
-        self._asks_s = _WONDER_S[0]
-        self._began_s: float | None = None
-
-    def check(self) -> None:
-        """Not done yet. Raises what the group has failed with."""
-        self._inquiry.check()
-        now_s = time.monotonic()
-        if self._began_s is None:
-            self._began_s = now_s
-        elif now_s - self._began_s > self._asks_s:
-            self._began_s, self._asks_s = now_s, min(2 * self._asks_s, _WONDER_S[1])
-            self._inquiry.wonder()
-
-
 class CarriedWork(PolledWork):
-    """An operation that Gloo or NCCL carries, watched over the group's board, or by inquiry."""
+    """An operation that a group of torch's carries, watched by the ledger's entry."""
 
     def __init__(
-        self,
-        inner: Any,
-        what: str,
-        group: SharedGroup | None,
-        inquiry: Inquiry | None,
-        sequence: int,
-        result: list[torch.Tensor],
-        completions: Completions,
-        trail: Trail | None = None,
+        self, inner: Any, entry: Entry, result: list[torch.Tensor], completions: Completions, trail: Trail
     ) -> None:
         super().__init__(result, completions)
-        self._trail = trail
         self._inner = inner
-        self._what = what
-        self._group = group
-        self._sequence = sequence
-        self._inquiry = inquiry
-        self._patience = None if inquiry is None else _Patience(inquiry)
+        self._entry = entry
+        self._trail = trail
 
     def _poll(self, slice_ms: int) -> bool:
         try:
@@ -203,66 +168,20 @@ class CarriedWork(PolledWork):
         except RuntimeError as error:
             if getattr(self._inner, "refusal", None) is error:
                 raise
-            if self._group is not None:
-                self._group.check_missing(self._sequence)
             if SLICE_ENDED in str(error):
-                if self._patience is not None:
-                    self._patience.check()
+                self._entry.still_waits()
                 return False
-            raise self._translated(error) from None
-        if self._group is not None:
-            self._group.check(self._sequence)
-        if self._trail is not None:
-            self._trail.finish()
+            raise self._entry.explained(error) from None
+        self._entry.has_ended()
+        self._trail.finish()
         return True
 
     def _failed(self, failure: Exception) -> None:
-        if self._trail is not None:
-            self._trail.finish(failure)
+        self._trail.finish(failure)
 
     def _abandoned(self) -> None:
         if isinstance(self._inner, Checked):
             self._inner.abandon()
-
-    def _translated(self, error: RuntimeError) -> RuntimeError:
-        """Trouble between ranks as one of our errors, told to the peers; what Gloo refuses to do as it is."""
-        text = str(error)
-        kind: type[CGXError]
-        if isinstance(error, CGXError):
-            return error if self._inquiry is None else self._inquiry.explain(error, self._sequence)
-        if any(word in text for word in _TIMEOUT_WORDS):
-            kind, failed = CGXTimeoutError, "failed: Timed out waiting for other ranks"
-        elif any(word in text for word in _CONNECTION_WORDS):
-            kind, failed = PeerLostError, "failed"
-        else:
-            return error
-        if self._group is None:
-            ours = kind(f"{self._what} {failed}: {text}")
-            return ours if self._inquiry is None else self._inquiry.explain(ours, self._sequence)
-        if kind is PeerLostError:
-            self._name_the_lost()
-        behind = self._group.laggards(self._sequence)
-        if behind:
-            why = f"{behind}. Make sure that all ranks call the same collectives."
-        else:
-            why = "all ranks have made this call, so one of them is stopped, or cut off from others. Restart all ranks."
-        ours = kind(f"{self._what} {failed}: {why} ({text})")
-        self._group.fail(ours)
-        return ours
-
-    def _name_the_lost(self) -> None:
-        """Raise an error that names the peer, if one dies now: a process's sockets close a moment before it is gone."""
-        assert self._group is not None
-        deadline = time.monotonic() + _DYING_S
-        while time.monotonic() < deadline:
-            self._group.check_alive(self._sequence)
-            time.sleep(0.001)
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        if self._group is None and self._inquiry is None:
-            future: torch.futures.Future[list[torch.Tensor]] = self._inner.get_future()
-            return future
-        return super().get_future()
 
     def source_rank(self) -> int:
         return int(self._inner.source_rank())

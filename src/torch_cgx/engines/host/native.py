@@ -356,7 +356,8 @@ class SharedGroup:
         """Send data to a peer by MPI, in streams of these tags. The control connection comes by `link`."""
         for tag in tags:
             status = self._lib.cgx_group_link_mpi(self._handle, peer, library, tag)
-            assert status == 0, f"the native library refused MPI to rank {peer}"
+            if status != 0:
+                raise TransportError(f"MPI cannot be used: it refused a receive from rank {peer} of the group")
 
     def link(self, peer: int, control: int, streams: Sequence[int]) -> None:
         """Take over the descriptors of connected sockets to a peer."""

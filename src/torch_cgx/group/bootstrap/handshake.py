@@ -45,7 +45,7 @@ __all__ = [
 
 SHM_FOLDER = "/dev/shm"
 SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
-SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, Gloo is the better choice
+SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, connections are the better choice
 
 _MEMBER = {
     "version": str,

@@ -31,15 +31,24 @@ def open_linked_group(joining: Joining) -> tuple[SharedGroup, str]:
 
     MPI that was not asked for, and cannot be had, is replaced by TCP, which is said once.
     """
-    members, settings = joining.members, joining.settings
-    carriers = Carriers.of(settings, members.all_have_mpi)
     _say_that_gloo_is_tcp(joining)
-    nodes = _nodes_that_share(settings, members)
+    nodes = _nodes_that_share(joining.settings, joining.members)
     group = open_shared_group(joining, "cgx nodes", nodes)
     if group is None:  # the same on all ranks
         nodes = range(joining.world)
         group = open_shared_group(joining, "cgx ranks", nodes)
     assert group is not None
+    try:
+        return group, _link(joining, group, nodes)
+    except BaseException:
+        group.close()
+        raise
+
+
+def _link(joining: Joining, group: SharedGroup, nodes: Sequence[int]) -> str:
+    """Link the group to all that share no memory with this rank; return what payloads go over."""
+    members, settings = joining.members, joining.settings
+    carriers = Carriers.of(settings, members.all_have_mpi)
     home = [peer for peer in range(joining.world) if nodes[peer] == nodes[joining.rank]]
     mpi = None
     if "MPI" in (carriers.within, carriers.between):
@@ -47,7 +56,6 @@ def open_linked_group(joining: Joining) -> tuple[SharedGroup, str]:
             mpi = open_mpi(joining)
         except TransportError as error:
             if "MPI" in (settings.inner_communicator, settings.cross_communicator):
-                group.close()
                 raise
             if joining.rank == 0:
                 _log.warning("torch_cgx goes over TCP, though the ranks were started by MPI: %s", error)
@@ -65,7 +73,7 @@ def open_linked_group(joining: Joining) -> tuple[SharedGroup, str]:
         group.link(peer, sockets.control.detach(), [stream.detach() for stream in sockets.streams])
     if len(home) > 1:
         group.hang_bells(_open_bells(joining, home))
-    return group, carriers.name(members.one_host)
+    return carriers.name(one_host=len(set(members.nodes)) == 1)
 
 
 def _say_that_gloo_is_tcp(joining: Joining) -> None:

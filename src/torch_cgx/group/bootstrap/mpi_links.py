@@ -9,14 +9,15 @@ from __future__ import annotations
 import ctypes
 import json
 import secrets
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from torch_cgx import _native
 from torch_cgx.errors import TransportError
 from torch_cgx.group.bootstrap import mpi_process
-from torch_cgx.group.bootstrap.handshake import Joining
-from torch_cgx.group.bootstrap.store_json import check_fields, read_answer
+from torch_cgx.group.bootstrap.handshake import Joining, read_entry
+from torch_cgx.group.bootstrap.store_json import check_fields
 
 __all__ = ["MpiLinks", "open_mpi"]
 
@@ -74,9 +75,11 @@ def open_mpi(joining: Joining) -> MpiLinks:
         _raise_first_problem(joining, facts)
 
     members = tuple(theirs["rank"] for theirs in facts)
-    known = members in _communicators  # on all of them, or on none: it is made by all
-    communicator = _communicators[members] if known else _new_communicator(members, facts[0]["name"])
-    _communicators[members] = communicator
+    known = _exchange(joining, "known", {"problem": "", "known": members in _communicators})
+    if not all(theirs.get("known") for theirs in known):
+        mine = {"problem": _make_communicator(members, facts[0]["name"])}
+        _raise_first_problem(joining, _exchange(joining, "made", mine))
+    communicator = _communicators[members]
     tags_needed = _TAGS_PER_STREAM * joining.settings.streams
     mine = {"problem": "", "tag": communicator.next_tag}
     if communicator.next_tag + tags_needed > communicator.most_tags:
@@ -91,6 +94,15 @@ def open_mpi(joining: Joining) -> MpiLinks:
     first = max(theirs["tag"] for theirs in facts)
     communicator.next_tag = first + tags_needed
     return MpiLinks(communicator.library, tuple(range(first, first + tags_needed, _TAGS_PER_STREAM)))
+
+
+def _make_communicator(members: tuple[int, ...], name: int) -> str:
+    """Make the communicator of these ranks; return what went wrong, or ""."""
+    try:
+        _communicators[members] = _new_communicator(members, name)
+    except Exception as error:
+        return f"MPI cannot make a communicator: {error}"
+    return ""
 
 
 def _new_communicator(members: tuple[int, ...], name: int) -> _Communicator:
@@ -119,7 +131,13 @@ def _exchange(joining: Joining, key: str, mine: dict[str, Any]) -> list[dict[str
     """Return what every rank has to say, by rank."""
     store = joining.prefixed("cgx mpi")
     store.set(f"{key}/{joining.rank}", json.dumps(mine))
-    return [read_answer(store, f"{key}/{other}", {"problem": str}) for other in range(joining.world)]
+    deadline = time.monotonic() + joining.timeout.total_seconds()
+    names = [f"rank {each}" for each in joining.global_ranks]
+    fields = {"problem": str}
+    return [
+        read_entry(store, f"{key}/{other}", names[joining.rank], names[other], deadline, fields)
+        for other in range(joining.world)
+    ]
 
 
 def _raise_first_problem(joining: Joining, facts: list[dict[str, Any]]) -> None:

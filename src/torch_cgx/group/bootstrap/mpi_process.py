@@ -84,7 +84,10 @@ def initialise(world: int) -> str:
     global _initialised_by
     mpi = load()
     if not mpi.Is_initialized():
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        try:
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        except Exception as error:
+            return f"MPI cannot be initialised: {error}"
         _initialised_by = os.getpid()
     if mpi.Is_finalized():
         return "MPI has been finalised already"
@@ -145,6 +148,9 @@ def finalises_at_exit() -> bool:
 
 
 def _end() -> None:
+    library = _native.library()
+    if libraries and library is not None:
+        library.cgx_mpi_stop()
     if finalises_at_exit():
         load().Finalize()
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from torch_cgx.checked import Nothing, Starter
-from torch_cgx.group.calls import collective_call
+from torch_cgx.errors import PeerLostError
+from torch_cgx.group.ledger.starter import GlooComparison, GroupFailedError, Nothing, Starter
 
-CALL = collective_call("barrier")
 LIMIT = timedelta(seconds=10)
 
 
@@ -37,7 +36,7 @@ def gloo() -> FakeGloo:
 
 @pytest.fixture
 def starter(gloo: FakeGloo) -> Iterator[Starter]:
-    made = Starter(gloo, SimpleNamespace(), LIMIT)  # type: ignore[arg-type]
+    made = Starter(gloo)
     yield made
     made.close()
 
@@ -52,12 +51,13 @@ def raising(error: BaseException) -> Callable[[], Any]:
 @pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError, MemoryError])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_gloo_refuses_is_raised_by_that_operation_alone(
-    starter: Starter, kind: type[Exception], asynchronous: bool
+    starter: Starter, gloo: FakeGloo, kind: type[Exception], asynchronous: bool
 ) -> None:
+    compare = partial(GlooComparison, gloo, 1, LIMIT)
     held = threading.Event()  # until all are queued
-    first = starter.carry(CALL, 1, lambda: held.wait(10) and Nothing(), asynchronous=True)
-    refused = starter.carry(CALL, 2, raising(kind("refused")), asynchronous)
-    behind = starter.carry(CALL, 3, Nothing, asynchronous=True)
+    first = starter.carry(compare, lambda: held.wait(10) and Nothing(), asynchronous=True)
+    refused = starter.carry(compare, raising(kind("refused")), asynchronous)
+    behind = starter.carry(compare, Nothing, asynchronous=True)
     held.set()
     behind.wait(LIMIT)
     first.wait(LIMIT)
@@ -67,8 +67,24 @@ def test_what_gloo_refuses_is_raised_by_that_operation_alone(
 
 
 def test_no_operation_waits_for_ever_for_one_that_was_interrupted(starter: Starter, gloo: FakeGloo) -> None:
+    compare = partial(GlooComparison, gloo, 1, LIMIT)
     gloo.outcomes = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
-        starter.carry(CALL, 1, Nothing, asynchronous=False)
+        starter.carry(compare, Nothing, asynchronous=False)
     with pytest.raises(RuntimeError, match="was interrupted"):
-        starter.carry(CALL, 2, Nothing, asynchronous=True).wait(LIMIT)
+        starter.carry(compare, Nothing, asynchronous=True).wait(LIMIT)
+
+
+def test_what_fails_the_group_is_raised_by_all_operations_behind_it(starter: Starter, gloo: FakeGloo) -> None:
+    compare = partial(GlooComparison, gloo, 1, LIMIT)
+    held = threading.Event()  # until all are queued
+    first = starter.carry(compare, lambda: held.wait(10) and Nothing(), asynchronous=True)
+    failure = PeerLostError("gone")
+    failing = starter.carry(compare, raising(GroupFailedError(failure)), asynchronous=True)
+    behind = starter.carry(compare, Nothing, asynchronous=True)
+    held.set()
+    first.wait(LIMIT)
+    for each in (failing, behind):
+        with pytest.raises(PeerLostError) as caught:
+            each.wait(LIMIT)
+        assert caught.value is failure

@@ -5,7 +5,7 @@ somebody asks. Who waits long asks, who fails says so and asks, and all answer w
 each finds the first call at which ranks differ, who has not called yet, who has left and who does not answer.
 
 All use of the store is that thread's, since a store that cannot be reached holds up whoever asks it. Not here: how
-calls are compared before payloads or Gloo's operations are let loose (executors/agreement.py, checked.py).
+calls are compared before Gloo's operations are let loose (starter.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations that Gloo carries between ranks that share no memory: compared first, then let loose.
+"""Starts what Gloo carries between ranks that share no memory, once all are known to have made the same call.
 
 Gloo aborts the process where the lengths of two ranks differ, and adds up whatever comes where only their types do. So
 before each operation all ranks compare their calls. Linked ranks tell each other natively. Others reduce a hash of
@@ -14,32 +14,45 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from torch_cgx import _native
-from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError
-from torch_cgx.group.calls import digest
-from torch_cgx.inquiry import Inquiry
+from torch_cgx.errors import CGXError, MismatchError
 
 if TYPE_CHECKING:
     from torch_cgx.engines.host.native import SharedGroup
 
-__all__ = ["SLICE_ENDED", "Checked", "NativeComparison", "Nothing", "Starter", "hang_up"]
+__all__ = [
+    "SLICE_ENDED",
+    "Checked",
+    "GlooComparison",
+    "GroupFailedError",
+    "NativeComparison",
+    "Nothing",
+    "Starter",
+    "hang_up",
+]
 
 SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 _CLOSE_S = 1.0
+_JOIN_S = 5.0  # for a kernel to end, after connections are closed
 _CLOSING_TAG = (1 << 31) - 1
 _POLL_S = 0.002
 _SLICE = timedelta(milliseconds=20)  # between two looks at whether the group has been closed
-_ODD = 0x9E3779B97F4A7C15 >> 8
 
 
-class _GlooComparison:
+class GroupFailedError(Exception):
+    """Raised by what a `Checked` runs, where not that operation alone has failed: with `error`, which all fail with."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class GlooComparison:
     """An all_reduce of two numbers, by which ranks find out whether they made the same call."""
 
     def __init__(self, gloo: Any, facts: int, timeout: timedelta) -> None:
@@ -83,7 +96,8 @@ class Checked:
     """A handle like Gloo's own, on an operation that `run` starts once all ranks are known to have called alike.
 
     What `run` raises is this operation's own: Gloo refuses a call on all ranks, and those that follow it can still be
-    carried out. What goes wrong before that concerns the group, and the operations that follow fail with it too.
+    carried out. What goes wrong before that concerns the group, and so does a `GroupFailedError`: the operations that
+    follow fail with it too.
     """
 
     def __init__(
@@ -141,6 +155,9 @@ class Checked:
             assert self._run is not None
             try:
                 self._inner = self._run()
+            except GroupFailedError as failed:
+                self._settle(failed.error)
+                return
             except Exception as error:
                 self.refusal = error
             except BaseException as error:
@@ -214,32 +231,18 @@ class Nothing:
 
 
 class Starter:
-    """Starts the operations of one group in the order of their calls. `timeout` is that of comparisons."""
+    """Starts the operations of one Gloo group in the order of their calls."""
 
-    def __init__(self, gloo: Any, inquiry: Inquiry | None, timeout: timedelta) -> None:
+    def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
-        self.timeout = timeout
-        self._inquiry = inquiry
-        self._in_detail = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
         self._last: Checked | None = None
         self._waiting: queue.SimpleQueue[Checked | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def carry(
-        self,
-        call: _native.Call,
-        number: int,
-        run: Callable[[], Any],
-        asynchronous: bool,
-        comparison: NativeComparison | None = None,
-        timeout: timedelta | None = None,
-    ) -> Checked:
-        """With the group's lock held. `comparison`: under way already. `timeout`: of its own."""
-        facts = (digest(call) + number * _ODD) & ((1 << 62) - 1)
+    def carry(self, compare: Callable[[], Any], run: Callable[[], Any], asynchronous: bool) -> Checked:
+        """Begin to compare, and `run` once all ranks have called alike. With the group's lock held."""
         before = self._last if self._last is not None and not self._last.started else None
-        by_gloo = partial(_GlooComparison, self._gloo, facts, timeout or self.timeout)
-        compare = by_gloo if comparison is None else lambda: comparison
         checked = self._last = Checked(compare, run, before, self._enqueue)
         if asynchronous or before is not None:
             checked.on_thread = True
@@ -248,24 +251,8 @@ class Starter:
             checked.begin()
         return checked
 
-    def number(self, call: _native.Call) -> int:
-        """The number of a call that NCCL carries, with the group's lock held.
-
-        With TORCH_DISTRIBUTED_DEBUG=DETAIL the host first waits until all ranks have made it, and raises where they
-        differ; else nobody compares it.
-        """
-        assert self._inquiry is not None
-        number = self._inquiry.note(call)
-        if self._in_detail:
-            checked = self.carry(call, number, Nothing, asynchronous=False)
-            checked.start()
-            if checked.error is not None:
-                kind = type(checked.error) if isinstance(checked.error, CGXError) else CGXTimeoutError
-                raise self._inquiry.explain(kind(str(checked.error)), number)
-        return number
-
-    def drained(self) -> bool:
-        """Whether all that was begun has ended, or does so within a second."""
+    def _drained(self) -> bool:
+        """Return whether all that was begun has ended, or does so within a second."""
         deadline = time.monotonic() + _CLOSE_S
         while self._last is not None and not self._last.is_completed():
             if time.monotonic() > deadline:
@@ -274,12 +261,14 @@ class Starter:
         return True
 
     def close(self) -> None:
-        """After the group's connections are closed, or when nothing is under way. What is queued fails."""
+        """End what is under way, with Gloo's connections if need be. What is queued fails."""
+        if not self._drained():
+            hang_up(self._gloo)
         self._closing.set()
         if self._thread is not None:
             self._waiting.put(None)
             if threading.current_thread() is not self._thread:
-                self._thread.join(timeout=_CLOSE_S)
+                self._thread.join(timeout=_JOIN_S)
 
     def _enqueue(self, checked: Checked) -> None:
         self._waiting.put(checked)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostError, PoisonedError
 from torch_cgx.group.bootstrap import host
 from torch_cgx.group.calls import alike, call_from, collective_call, describe, digest, fields_of
-from torch_cgx.inquiry import Inquiry, Report, find_mismatch, find_missing, read_report
+from torch_cgx.group.ledger.inquiry import Inquiry, Report, find_mismatch, find_missing, read_report
 
 SUM = collective_call("all_reduce", torch.float32, (1000,), reduction="SUM", bits=4, block=512)
 LONGER = collective_call("all_reduce", torch.float32, (1001,), reduction="SUM", bits=4, block=512)
