@@ -95,7 +95,7 @@ bench: $(STAMP)
 	$(BENCH) --nodes 2 --nproc 2 --rate 1gbit --sizes 64M --json $(RESULTS)/nodes-2x2-1gbit.json
 	CGX_INTRA_BROADCAST=0 $(BENCH) --nodes 2 --nproc 2 --rate 1gbit --sizes 64M \
 		--json $(RESULTS)/nodes-2x2-1gbit-no-broadcast.json
-	$(BIN)/python benchmarks/mpi_link.py --mpiexec $(VENV)/mpich/bin/mpiexec --json $(RESULTS)/mpi-link-1gbit.json
+	$(BIN)/python benchmarks/mpi_link.py --mpich $(VENV)/mpich/bin/mpiexec --open-mpi $(BIN)/mpirun --json $(RESULTS)/mpi-link-1gbit.json
 	$(BIN)/python benchmarks/hook.py --json $(RESULTS)/hook.json
 	$(BIN)/python benchmarks/adaptive.py --data $(ACCURACY_DATA) --json $(RESULTS)/adaptive.json
 	$(BIN)/python benchmarks/adaptive_speed.py --json $(RESULTS)/adaptive-speed.json

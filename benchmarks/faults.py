@@ -16,9 +16,10 @@ from markers import write_between
 
 TITLES = {
     "SHM": "cgx, shared memory",
-    "GLOO": "cgx, without the native library",
+    "TCP": "cgx, TCP",
     "MPI": "cgx, MPI",
     "HIERARCHY": "cgx, 2 nodes of 2 ranks",
+    "GLOO": "cgx, without the native library",
     "gloo": "gloo",
 }
 BEGIN, END = "<!-- faults: begin (make faults) -->", "<!-- faults: end -->"

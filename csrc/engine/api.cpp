@@ -1,4 +1,5 @@
 // The groups' part of the C ABI: no exception passes it.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -70,9 +71,13 @@ cgx_group* cgx_group_open(const char* name, int64_t rank, int64_t world, const i
     problem = cgx::Segment::make_private(layout.nbytes, &elsewhere);
   put(problem, error, error_nbytes);
   if (!problem.empty()) return nullptr;
-  std::unique_ptr<cgx_group> group(new cgx_group{{std::move(segment), std::move(elsewhere), std::move(home), rank,
-                                                  world, global_ranks, *means, segment_limit_nbytes},
-                                                 layout});
+  std::vector<bool> shares_memory;
+  for (int64_t peer = 0; peer < world; ++peer)
+    shares_memory.push_back(std::count(nodes, nodes + world, nodes[peer]) > 1);
+  std::unique_ptr<cgx_group> group(
+      new cgx_group{{std::move(segment), std::move(elsewhere), std::move(home), std::move(shares_memory), rank, world,
+                     global_ranks, *means, segment_limit_nbytes},
+                    layout});
   group->inner.start(operation_names, dtype_names, reduction_names);
   return group.release();
 } catch (const std::exception& e) {

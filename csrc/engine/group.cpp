@@ -40,8 +40,9 @@ int64_t aligned(int64_t nbytes) { return (nbytes + 127) / 128 * 128; }
 
 }  // namespace
 
-Group::Group(Segment control, Segment elsewhere, std::vector<int64_t> home, int64_t rank, int64_t world,
-             const int32_t* global_ranks, const cgx_means& means, int64_t segment_limit_nbytes)
+Group::Group(Segment control, Segment elsewhere, std::vector<int64_t> home, std::vector<bool> shares_memory,
+             int64_t rank, int64_t world, const int32_t* global_ranks, const cgx_means& means,
+             int64_t segment_limit_nbytes)
     : layout_(world),
       control_segment_(std::move(control)),
       elsewhere_segment_(std::move(elsewhere)),
@@ -51,6 +52,7 @@ Group::Group(Segment control, Segment elsewhere, std::vector<int64_t> home, int6
       board_(rows_, rank),
       home_(std::move(home)),
       linked_(static_cast<int64_t>(home_.size()) < world),
+      shares_memory_(std::move(shares_memory)),
       rank_(rank),
       world_(world),
       global_ranks_(global_ranks, global_ranks + world),

@@ -53,9 +53,10 @@ struct SliceProgress {
 
 class Group : private Receiver, private ControlListener {
  public:
-  // `home`: the ranks that share the control segment, this one included, in ascending order.
-  Group(Segment control, Segment elsewhere, std::vector<int64_t> home, int64_t rank, int64_t world,
-        const int32_t* global_ranks, const cgx_means& means, int64_t segment_limit_nbytes);
+  // `home`: the ranks that share the control segment, this one included, in ascending order. `shares_memory`: by rank,
+  // whether it is not alone on its node.
+  Group(Segment control, Segment elsewhere, std::vector<int64_t> home, std::vector<bool> shares_memory, int64_t rank,
+        int64_t world, const int32_t* global_ranks, const cgx_means& means, int64_t segment_limit_nbytes);
   ~Group() override;
 
   int link(int64_t peer, int64_t stream, int file);
@@ -182,6 +183,7 @@ class Group : private Receiver, private ControlListener {
   Board board_;
   const std::vector<int64_t> home_;  // the ranks of this node
   const bool linked_;                // there are others
+  const std::vector<bool> shares_memory_;
   const int64_t rank_, world_;
   const std::vector<int32_t> global_ranks_;
   const cgx_means means_;

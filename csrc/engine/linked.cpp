@@ -4,8 +4,8 @@
 // says that it is there. So a rank hands on what it got from elsewhere without a copy.
 //
 // The holder of the role sends and reads payloads, between steps and while it waits; nobody does while no operation
-// runs, since then nobody owes anything. The group's thread alone reads control connections, at all times: poison, good
-// byes and questions are heard while the user computes for minutes.
+// runs, since then nobody owes a payload. The group's thread alone reads control connections, at all times: poison,
+// good byes and questions are heard while the user computes for minutes.
 #include <poll.h>
 #include <sched.h>
 #include <sys/eventfd.h>
@@ -127,10 +127,14 @@ int Group::agree(Operation& op, int64_t until_ns) {
 }
 
 // A root is not done before its peers have made the call. Until then it may not leave, and reads what they send.
+// Over MPI what is told must be taken: who tells its call before it has payloads (begin_linked) would wait for that.
 int Group::hear_calls(Operation& op, int64_t until_ns) {
-  for (const int64_t peer : op.what.plan->sinks) {
+  const cgx_plan& plan = *op.what.plan;
+  for (const int64_t peer : plan.peers) {
     Link* link = link_to(peer);
     if (!link) continue;
+    const bool told_early = link->is_by_mpi() && shares_memory_[static_cast<size_t>(peer)];
+    if (!told_early && !std::count(plan.sinks.begin(), plan.sinks.end(), peer)) continue;
     const int status = wait_for(op, link->called, static_cast<uint64_t>(op.sequence), peer, until_ns);
     if (status != CGX_OK) return status;
     if (board_.differs(peer, op.sequence, op.call)) return fail_mismatch(peer, op.sequence);

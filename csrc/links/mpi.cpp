@@ -232,7 +232,7 @@ struct Progress {
 };
 
 std::mutex progress_mutex;
-std::atomic<Progress*> progress{nullptr};  // never freed: a forked child has no thread to end
+std::atomic<Progress*> progress{nullptr};  // never freed: somebody may just call seen()
 
 }  // namespace
 
@@ -242,8 +242,10 @@ void MpiProgress::start(const Mpi& mpi, int rank, int tag) {
 }
 
 void MpiProgress::seen() {
-  if (Progress* found = progress.load(std::memory_order_relaxed))
-    found->seen_ns.store(now_ns(), std::memory_order_relaxed);
+  Progress* found = progress.load(std::memory_order_acquire);
+  if (!found) return;
+  const int64_t now = now_ns();
+  if (now - found->seen_ns.exchange(now, std::memory_order_relaxed) > kSeldomNs) found->wake.notify_one();
 }
 
 void MpiProgress::stop() {
@@ -256,7 +258,6 @@ void MpiProgress::stop() {
   }
   found->wake.notify_all();
   found->thread.join();
-  delete found;
 }
 
 }  // namespace cgx

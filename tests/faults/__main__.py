@@ -31,7 +31,7 @@ from torch_cgx.cli.hosts import HostsUnavailable
 GROUP_TIMEOUT_S = 5.0
 LIMIT_S = 20.0
 MPI_LIMIT_S = 60.0  # mpirun, and three interpreters that import torch
-COLUMNS = ("SHM", "GLOO", "MPI", "HIERARCHY", "gloo")
+COLUMNS = ("SHM", "TCP", "MPI", "HIERARCHY", "GLOO", "gloo")
 
 
 def main() -> int:

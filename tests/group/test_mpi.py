@@ -118,6 +118,35 @@ def test_mpi4py_on_another_mpi_than_the_launcher_s_is_an_error_that_says_so(tmp_
     assert "set MPI4PY_LIBMPI" in output
 
 
+FINALIZING = """
+import sys
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+dist.init_process_group("cgx")
+for group in (dist.new_group(), None):
+    x = torch.ones(100_000)
+    dist.all_reduce(x, group=group)
+    assert (x == 2).all()
+    dist.destroy_process_group(group)
+MPI.COMM_WORLD.Barrier()
+MPI.Finalize()
+sys.stdout.write("finalized\\n")
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("library", EACH_LIBRARY)
+def test_a_user_may_initialise_and_finalise_mpi(library: str, tmp_path: Path) -> None:
+    script, environ = training(tmp_path)
+    script.write_text(FINALIZING)
+    process = start([*start_ranks(library), sys.executable, script], with_mpi4py_on(library, environ))
+    output = finish(process)
+    assert process.returncode == 0 and output.count("finalized") == 2, output
+
+
 def start_with(me: Rank) -> None:
     me.start_group("cgx")
 

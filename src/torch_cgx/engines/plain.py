@@ -27,7 +27,7 @@ from torch_cgx.plan.schedule import schedule_for
 
 __all__ = ["PlainEngine"]
 
-_SLICE = timedelta(milliseconds=20)  # of a wait, between two chances for Ctrl-C
+_SLICE = timedelta(milliseconds=20)  # of a wait, between two looks at the clock
 _SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 
 
@@ -84,9 +84,11 @@ class PlainEngine:
         sent = torch.cat(payloads) if payloads else _bytes(0)
         received = _bytes(sum(lengths))
         leaving = [slots[turn.sends[peer]].numel() if peer in turn.sends else 0 for peer in range(world)]
-        work = self._group.alltoall_base(received, sent, lengths, leaving, c10d.AllToAllOptions())
+        options = c10d.AllToAllOptions()
+        options.timeout = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
+        work = self._group.alltoall_base(received, sent, lengths, leaving, options)
         while not _has_ended(work):
-            if time.monotonic() > deadline_s:  # Gloo's own limit is that of each exchange, and not of every torch
+            if time.monotonic() > deadline_s:  # not every torch looks at the option
                 raise CGXTimeoutError("Timed out waiting for the payloads of other ranks")
         parts = torch.split(received, lengths)
         return [parts[peer] for peer in turn.receives]

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -204,6 +204,15 @@ class GroupRecorder:
             self.failed_ns = time.monotonic_ns()
             self._peers = self.peers()  # later they will have left, or been killed for it
             self.recorder.write("failure")
+
+    @contextlib.contextmanager
+    def noting_failures(self) -> Iterator[None]:
+        """Keep what is raised meanwhile."""
+        try:
+            yield
+        except CGXError as error:
+            self.fail(error)
+            raise
 
     def close(self) -> None:
         """The group is about to end: keep what its native part knows, and write the file."""

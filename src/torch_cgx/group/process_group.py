@@ -1,6 +1,6 @@
 """`ProcessGroupCGX`: what is compressed, in which order, and who carries it. No arithmetic.
 
-Every collective is first noted on the group's board, so that ranks that lose step find out. Then it goes to Gloo
+Every collective is first entered in the group's ledger, so that ranks that lose step find out. Then it goes to Gloo
 (CPU) or NCCL (CUDA), which this group registers in itself, except for what we make faster or smaller, which runs as
 programs: allreduces, reduce-scatters, all-gathers, broadcasts, exchanges and the barrier.
 """
@@ -260,7 +260,7 @@ class ProcessGroupCGX(Moves):
         root: int = -1,
         layout: int = 0,
     ) -> Any:
-        """Note a call on the board and hand it to the engine that carries it (None: there is nothing to carry)."""
+        """Enter a call in the ledger and hand it to the group that carries it (None: there is nothing to carry)."""
         self._check_usable()
         if root >= self._world:  # before it is noted: torch refuses it on some ranks, which note nothing
             raise ValueError(f"{operation}: expected a root from 0 to {self._world - 1}, got {root}")
@@ -272,7 +272,8 @@ class ProcessGroupCGX(Moves):
             if side is not None and run is not None:
                 return self._enqueue(run, call, called, result)
             asynchronous = getattr(run.args[-1], "asyncOp", True) if run is not None and run.args else True
-            entry = self._ledger.enter(call, asynchronous=asynchronous or run is None)
+            with self._recorder.noting_failures():
+                entry = self._ledger.enter(call, asynchronous=asynchronous or run is None)
             trail = self._recorder.begin(called, "gloo", entry.number)
             with self._recording(operation, trail):
                 if run is None:
@@ -286,7 +287,8 @@ class ProcessGroupCGX(Moves):
 
     def _enqueue(self, run: partial[Any], call: _native.Call, called: tuple[Any, ...], result: list[Tensor]) -> Any:
         """Have NCCL enqueue a call on the caller's stream, or on its own. With the group's lock held."""
-        number = self._ledger.note(call)
+        with self._recorder.noting_failures():
+            number = self._ledger.note(call)
         trail = self._recorder.begin(called, "nccl", number)
         with self._recording(called[0], trail):
             if self._shared is not None:

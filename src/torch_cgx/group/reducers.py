@@ -212,7 +212,8 @@ class PlainReducer:
         timeout = timedelta(milliseconds=request.timeout_ms)
         with self._lock:
             # On the thread that starts what Gloo carries: a caller that is interrupted leaves nothing half done.
-            entry = self._ledger.enter(call, asynchronous=True, timeout=timeout)
+            with place.recorder.noting_failures():
+                entry = self._ledger.enter(call, asynchronous=True, timeout=timeout)
             trail = begin_trail(request, place, reduction, entry.number)
             run = partial(self._run, entry, reduction.numbered(entry.number), timeout, trail)
             handle = entry.start(run, asynchronous=True)
@@ -229,6 +230,7 @@ class PlainReducer:
                 told = CGXError(f"the operation failed: {error}")  # this rank's own, which its peers have to be told
             failure = entry.explained(told)
             trail.finish(failure)
+            self._place.recorder.fail(failure)
             raise GroupFailedError(failure) from error
         trail.finish()
         return Nothing()

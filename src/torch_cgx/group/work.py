@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from torch_cgx.engines.recorder import Trail
-from torch_cgx.errors import CGXTimeoutError
+from torch_cgx.errors import CGXError, CGXTimeoutError
 from torch_cgx.group.futures import SLICE_MS, Completions
 from torch_cgx.group.ledger import Entry
 from torch_cgx.group.ledger.starter import SLICE_ENDED, Checked
@@ -169,12 +169,20 @@ class CarriedWork(PolledWork):
             if getattr(self._inner, "refusal", None) is error:
                 raise
             if SLICE_ENDED in str(error):
-                self._entry.still_waits()
+                self._look_for_trouble()
                 return False
             raise self._entry.explained(error) from None
         self._entry.has_ended()
         self._trail.finish()
         return True
+
+    def _look_for_trouble(self) -> None:
+        try:
+            self._entry.still_waits()
+        except CGXError:
+            if isinstance(self._inner, Checked):
+                self._inner.let_go()
+            raise
 
     def _failed(self, failure: Exception) -> None:
         self._trail.finish(failure)

@@ -78,7 +78,10 @@ def open_mpi(joining: Joining) -> MpiLinks:
     known = _exchange(joining, "known", {"problem": "", "known": members in _communicators})
     if not all(theirs.get("known") for theirs in known):
         mine = {"problem": _make_communicator(members, facts[0]["name"])}
-        _raise_first_problem(joining, _exchange(joining, "made", mine))
+        made = _exchange(joining, "made", mine)
+        if any(theirs["problem"] for theirs in made):
+            _communicators.pop(members, None)  # on all ranks, which would else have different ones
+        _raise_first_problem(joining, made)
     communicator = _communicators[members]
     tags_needed = _TAGS_PER_STREAM * joining.settings.streams
     mine = {"problem": "", "tag": communicator.next_tag}
@@ -98,6 +101,7 @@ def open_mpi(joining: Joining) -> MpiLinks:
 
 def _make_communicator(members: tuple[int, ...], name: int) -> str:
     """Make the communicator of these ranks; return what went wrong, or ""."""
+    _communicators.pop(members, None)
     try:
         _communicators[members] = _new_communicator(members, name)
     except Exception as error:

@@ -91,6 +91,8 @@ def initialise(world: int) -> str:
         _initialised_by = os.getpid()
     if mpi.Is_finalized():
         return "MPI has been finalised already"
+    if not libraries:  # MPI_Finalize begins with this, whoever calls it
+        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_stop_progress), None)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         return (
             "MPI was initialised without MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level at 'multiple', "
@@ -147,10 +149,15 @@ def finalises_at_exit() -> bool:
     return _initialised_by == os.getpid() and not raised and not stranded and not load().Is_finalized()
 
 
-def _end() -> None:
-    library = _native.library()
-    if libraries and library is not None:
+def _stop_progress(*_: object) -> None:
+    """End the native thread that calls MPI: MPI_Finalize allows no other calls meanwhile."""
+    library = _native.library() if libraries else None
+    if library is not None:
         library.cgx_mpi_stop()
+
+
+def _end() -> None:
+    _stop_progress()
     if finalises_at_exit():
         load().Finalize()
 

@@ -68,7 +68,7 @@ def open_side(
     lock: threading.Lock,
     number: Callable[[_native.Call], int] | None = None,
 ) -> CudaSide:
-    """All ranks of the group call it, each with its own end of the store. `number`s calls where there is no board."""
+    """All ranks of the group call it, each with its own end of the store. `number`s calls where there is no `board`."""
     carrier = engine.new_group()
     if joining.world == 1:
         return CudaSide(engine, carrier, None)

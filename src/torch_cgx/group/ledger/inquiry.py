@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections import deque
@@ -129,6 +130,7 @@ class Inquiry:
 
     def __init__(self, store: Store, rank: int, global_ranks: Sequence[int], hang_up: Callable[[], None]) -> None:
         self._store = store
+        self._pid = os.getpid()
         self._rank = rank
         self._peers = [peer for peer in range(len(global_ranks)) if peer != rank]
         self._names = [f"rank {each}" for each in global_ranks]
@@ -160,6 +162,8 @@ class Inquiry:
 
     def check(self) -> None:
         """Raise what the group has failed with, here or on a peer."""
+        if os.getpid() != self._pid:
+            raise CGXError("a process group does not survive fork: call init_process_group in the child")
         if self.failure is not None:
             raise self.failure
 

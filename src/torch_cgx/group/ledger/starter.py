@@ -203,6 +203,11 @@ class Checked:
             self.on_thread = True
             self._enqueue(self)
 
+    def let_go(self) -> None:
+        """Wait until the thread does not touch the operation's tensors any more; the group has failed."""
+        if self.on_thread:
+            self._ready.wait(_JOIN_S)
+
     def wait(self, timeout: timedelta | None = None) -> None:
         if not self._ready.is_set():
             if not self.on_thread:
@@ -272,7 +277,9 @@ class Starter:
 
     def _enqueue(self, checked: Checked) -> None:
         self._waiting.put(checked)
-        if self._thread is None:
+        if self._closing.is_set():  # behind the end of the queue
+            checked.fail(CGXError("this process group has been shut down"))
+        elif self._thread is None:
             self._thread = threading.Thread(target=self._work, name="cgx-carried", daemon=True)
             self._thread.start()
 
