@@ -28,7 +28,8 @@ constexpr int64_t kPatienceNs = 500000000;  // for an answer
 constexpr int64_t kCloseNs = 200000000;     // for messages of MPI to end when the group is closed
 constexpr size_t kPoisonTextNbytes = 1500;
 // Over MPI nothing wakes a rank that waits, and bytes move only while it looks.
-constexpr int64_t kShortNapNs = 20000, kLongestShortNapNs = 200000;
+constexpr int64_t kShortNapNs = 20000, kLongestShortNapNs = 50000;
+constexpr int kLooks = 4;  // between two naps: MPI does little in one call
 
 }  // namespace
 
@@ -301,7 +302,7 @@ int Group::wait_on_links(Operation& op, const std::atomic<uint64_t>& word, uint6
   bool told = false;
   int64_t nap_ns = mpi_ ? kShortNapNs : kNapNs;
   for (;;) {
-    pump();
+    for (int looks = mpi_ ? kLooks : 1; looks > 0 && word.load(std::memory_order_acquire) < value; --looks) pump();
     if (word.load(std::memory_order_acquire) >= value) return CGX_OK;
     if (status_.load() != CGX_OK) return status_.load();
     const int64_t now = now_ns();

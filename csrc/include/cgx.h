@@ -234,7 +234,8 @@ CGX_API int cgx_group_link(cgx_group* group, int64_t peer, int64_t stream, int f
 /* An MPI library: addresses of its functions, handles of its own width, and a communicator in which ranks have the
  * group's numbers. It must allow calls from several threads, and its errors must be returned. */
 typedef struct cgx_mpi {
-  void* issend; /* of MPI_Issend, and so on */
+  void* isend; /* of MPI_Isend, and so on */
+  void* issend;
   void* irecv;
   void* test;
   void* cancel;

@@ -40,10 +40,10 @@ Function function_at(void* address) {
 
 }  // namespace
 
-bool Mpi::send(const void* data, size_t nbytes, int peer, int tag, MpiRequest* request) const {
+bool Mpi::send(const void* data, size_t nbytes, int peer, int tag, bool synchronous, MpiRequest* request) const {
   *request = 0;
-  return function_at<SendFunction>(library_.issend)(data, static_cast<int>(nbytes), library_.byte, peer, tag,
-                                                    library_.communicator, request) == 0;
+  const auto send = function_at<SendFunction>(synchronous ? library_.issend : library_.isend);
+  return send(data, static_cast<int>(nbytes), library_.byte, peer, tag, library_.communicator, request) == 0;
 }
 
 bool Mpi::receive(void* data, size_t nbytes, int peer, int tag, MpiRequest* request) const {
@@ -95,11 +95,13 @@ bool MpiStream::are_done(std::vector<MpiRequest>& requests, Receiver& receiver) 
 
 bool MpiStream::start(const Outgoing& out, Receiver& receiver) {
   std::vector<MpiRequest> requests(1);
-  bool started = mpi_.send(out.head, sizeof out.head, static_cast<int>(peer_), tag_, &requests[0]);
+  // A payload meets its receive only after its head has, so that one of the two has to wait for it.
+  const bool alone = out.data_nbytes == 0;
+  bool started = mpi_.send(out.head, sizeof out.head, static_cast<int>(peer_), tag_, alone, &requests[0]);
   for (size_t at = 0; started && at < out.data_nbytes; at += kPartNbytes) {
     const size_t nbytes = std::min(kPartNbytes, out.data_nbytes - at);
     requests.push_back(0);
-    started = mpi_.send(out.data + at, nbytes, static_cast<int>(peer_), tag_ + 1, &requests.back());
+    started = mpi_.send(out.data + at, nbytes, static_cast<int>(peer_), tag_ + 1, true, &requests.back());
   }
   leaving_.push_back(std::move(requests));
   if (!started) fail(receiver);

@@ -1,9 +1,9 @@
 // Data over MPI, by addresses of an MPI library's functions: nothing of MPI is needed to build this.
 //
 // MPI has neither descriptors to sleep on nor connections that end, so whether a peer is there is told by the control
-// connection, as ever. Sends are synchronous (MPI_Issend): one that is done has met its receive. So MPI never piles up
-// messages that nobody takes, and a rank that has flushed its queue owes its peers nothing but the word that it has
-// received.
+// connection, as ever. Payloads are sent synchronously (MPI_Issend): one that is done has met its receive. So MPI never
+// piles up messages that nobody takes, and a rank that has flushed its queue owes its peers nothing but the word that
+// it has received.
 #pragma once
 
 #include <vector>
@@ -21,7 +21,8 @@ class Mpi {
   explicit Mpi(const cgx_mpi& library) : library_(library) {}
 
   // All return whether MPI had no error. A request that is done, or has failed, becomes 0.
-  bool send(const void* data, size_t nbytes, int peer, int tag, MpiRequest* request) const;
+  // `synchronous`: it is done when it has met its receive.
+  bool send(const void* data, size_t nbytes, int peer, int tag, bool synchronous, MpiRequest* request) const;
   bool receive(void* data, size_t nbytes, int peer, int tag, MpiRequest* request) const;
   bool test(MpiRequest* request) const;
   void cancel(MpiRequest* request) const;  // it still has to be tested

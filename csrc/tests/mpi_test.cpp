@@ -123,7 +123,7 @@ int fake_finalized(int* finalized) {
 
 cgx_mpi library_of(int64_t rank) {
   cgx_mpi library = {};
-  library.issend = reinterpret_cast<void*>(fake_issend);
+  library.isend = library.issend = reinterpret_cast<void*>(fake_issend);
   library.irecv = reinterpret_cast<void*>(fake_irecv);
   library.test = reinterpret_cast<void*>(fake_test);
   library.cancel = reinterpret_cast<void*>(fake_cancel);
@@ -211,7 +211,7 @@ void noise_is_refused() {
   const cgx::Mpi other(library_of(1));
   std::vector<uint8_t> noise(2 * sizeof(cgx::FrameHeader) + sizeof(cgx_call), 0xAB);
   cgx::MpiRequest request;
-  other.send(noise.data(), noise.size(), 0, 20, &request);
+  other.send(noise.data(), noise.size(), 0, 20, true, &request);
   stream.receive(nobody);
   if (nobody.noise != 1 || !stream.has_ended()) fail("noise was not noticed");
   if (!stream.close(cgx::now_ns() + 10000000)) fail("the stream cannot be closed");

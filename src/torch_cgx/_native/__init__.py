@@ -107,7 +107,7 @@ class Record(ctypes.Structure):
 
 class Mpi(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("issend", "irecv", "test", "cancel", "finalized")),
+        *((name, c_void_p) for name in ("isend", "issend", "irecv", "test", "cancel", "finalized")),
         *((name, c_uint64) for name in ("communicator", "byte")),
         ("stranded", c_int64),
     ]

@@ -23,7 +23,7 @@ __all__ = ["MpiLinks", "open_mpi"]
 
 _CREATION_TAGS = 1 << 15  # MPI promises no more
 _TAGS_PER_STREAM = 2
-_FUNCTIONS = ("Issend", "Irecv", "Test", "Cancel", "Finalized")
+_FUNCTIONS = ("Isend", "Issend", "Irecv", "Test", "Cancel", "Finalized")
 
 
 @dataclass(slots=True)
