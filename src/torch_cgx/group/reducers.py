@@ -130,10 +130,10 @@ class SharedReducer:
 
     def _is_widened(self, request: Request) -> bool:
         """Return whether a request is carried out on a float32 copy: its sums are made in several steps."""
+        if not self._shared.linked or request.tensor.element_size() != 2 or request.only_moves:
+            return False
         topology = self._topology_for(request)
-        several = topology.algorithm == "RING" or not topology.is_flat
-        narrow = request.tensor.element_size() == 2 and not request.only_moves
-        return self._shared.linked and several and narrow
+        return topology.algorithm == "RING" or not topology.is_flat
 
     def release(self, completed: int) -> None:
         """Let go of the tensors of operations up to this number, which are done."""
