@@ -42,7 +42,7 @@ SLOWEST_FIRST = (
     "cli/bench/test_train.py",
     "group/cuda/test_cuda.py",
     "group/test_nodes.py",
-    "group/test_transports.py",
+    "group/test_mpi.py",
     "kernels/test_native.py",
     "group/test_linked.py",
     "group/test_without_shared_memory.py",

@@ -224,6 +224,6 @@ def test_an_unknown_variable_that_is_like_no_other_is_told_without_a_guess(wrong
 
 
 def test_every_variable_is_the_nearest_to_a_misspelling_of_its_own() -> None:
-    for name in {name for names in VARIABLES.values() for name in names}:
+    for name in set(VARIABLES.values()):
         wrong = name[:-1] + "Z"
         assert f"Did you mean {name}?" in unknown_variables({wrong: "1"})[0]

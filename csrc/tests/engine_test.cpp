@@ -7,13 +7,12 @@
 // which goes by addresses, would not know that they share it.
 #include <atomic>
 
+#include "quick.h"
 #include "ranks.h"
 #include "segment/control.h"
 #include "segment/segment.h"
 
 namespace {
-
-bool quick = false;
 
 void mixed_2() { mixed_operations(groups_of(2), quick ? 60 : 300, quick ? 400 : 2000); }
 void mixed_3() { mixed_operations(groups_of(3), quick ? 60 : 300, quick ? 400 : 2000); }
@@ -268,11 +267,7 @@ constexpr Check kChecks[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
-    fprintf(stderr, "usage: %s [--quick]\n", argv[0]);
-    return 2;
-  }
-  quick = argc == 2;
+  read_arguments(argc, argv);
   // The smallest buffer that the system gives makes every frame come in parts.
   const Joint joints[] = {{}, {1, 1, 0}, {1, 2, 1}, {3, 1, 1}, {1, 1, 0, 2}, {2, 2, 1, 2}};
   for (const Joint& each : joints) {

@@ -8,10 +8,10 @@
 #include <cmath>
 
 #include "cases.h"
+#include "quick.h"
 
 namespace {
 
-bool quick = false;
 std::vector<int> levels;  // all that this processor has
 int64_t cases = 0;        // of the group under way
 
@@ -420,11 +420,7 @@ constexpr Group kGroups[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
-    fprintf(stderr, "usage: %s [--quick]\n", argv[0]);
-    return 2;
-  }
-  quick = argc == 2;
+  read_arguments(argc, argv);
   if (cgx_abi_version() != CGX_ABI_VERSION) fail("ABI %d, not %d", cgx_abi_version(), CGX_ABI_VERSION);
   name_the_check_on_a_fault();
   printf("levels:");

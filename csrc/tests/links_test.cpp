@@ -11,6 +11,7 @@
 
 #include <set>
 
+#include "quick.h"
 #include "relay.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -26,8 +27,6 @@ using cgx::FrameKind;
 using cgx::make_header;
 
 constexpr int64_t kNoticeMs = 5000;  // the longest time that anything may go unnoticed
-
-bool quick = false;
 
 class Stopwatch {
  public:
@@ -863,11 +862,7 @@ constexpr Check kChecks[] = {
 
 int main(int argc, char** argv) {
   const char* only = getenv("CGX_TEST_ONLY");
-  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
-    fprintf(stderr, "usage: %s [--quick]\n", argv[0]);
-    return 2;
-  }
-  quick = argc == 2;
+  read_arguments(argc, argv);
   for (const Check& check : kChecks) {
     if (only && !strstr(check.name, only)) continue;
     if (check.forks && kThreadSanitizer) {

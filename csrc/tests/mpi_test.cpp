@@ -12,11 +12,10 @@
 #include <mutex>
 
 #include "engine/waiting.h"
+#include "quick.h"
 #include "ranks.h"
 
 namespace {
-
-bool quick = false;
 
 struct Message {
   bool receives;
@@ -311,11 +310,7 @@ constexpr Check kChecks[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
-    fprintf(stderr, "usage: %s [--quick]\n", argv[0]);
-    return 2;
-  }
-  quick = argc == 2;
+  read_arguments(argc, argv);
   for (const Check& check : kChecks) {
     const auto begin = std::chrono::steady_clock::now();
     check.run();

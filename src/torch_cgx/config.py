@@ -138,42 +138,42 @@ class Settings:
         return {name: value for name, value in asdict(self).items() if name not in _OWN_TO_A_RANK}
 
 
-VARIABLES: dict[str, tuple[str, ...]] = {
-    "bits": (BITS_VARIABLE,),
-    "block": (BLOCK_VARIABLE,),
-    "skip_incomplete": ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS",),
-    "minimal_numel": ("CGX_COMPRESSION_MINIMAL_SIZE",),
-    "stochastic": ("CGX_COMPRESSION_STOCHASTIC",),
-    "seed": ("CGX_COMPRESSION_SEED",),
-    "fusion_nbytes": ("CGX_FUSION_BUFFER_SIZE_MB",),
-    "inner_communicator": ("CGX_INNER_COMMUNICATOR_TYPE",),
-    "cross_communicator": ("CGX_CROSS_COMMUNICATOR_TYPE",),
-    "cuda_communicator": ("CGX_INNER_COMMUNICATOR_TYPE",),
-    "inner_reduction": ("CGX_INNER_REDUCTION_TYPE",),
-    "cross_reduction": ("CGX_CROSS_REDUCTION_TYPE",),
-    "intra_broadcast": ("CGX_INTRA_BROADCAST",),
-    "intra_compress": ("CGX_INTRA_COMPRESS",),
-    "streams": ("CGX_STREAMS",),
-    "socket_interface": ("CGX_SOCKET_IFNAME",),
-    "node_id": ("CGX_NODE_ID",),
-    "num_threads": ("CGX_NUM_THREADS",),
-    "simd": ("CGX_SIMD",),
-    "trace_folder": ("CGX_TRACE_DIR",),
+VARIABLES: dict[str, str] = {
+    "bits": BITS_VARIABLE,
+    "block": BLOCK_VARIABLE,
+    "skip_incomplete": "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS",
+    "minimal_numel": "CGX_COMPRESSION_MINIMAL_SIZE",
+    "stochastic": "CGX_COMPRESSION_STOCHASTIC",
+    "seed": "CGX_COMPRESSION_SEED",
+    "fusion_nbytes": "CGX_FUSION_BUFFER_SIZE_MB",
+    "inner_communicator": "CGX_INNER_COMMUNICATOR_TYPE",
+    "cross_communicator": "CGX_CROSS_COMMUNICATOR_TYPE",
+    "cuda_communicator": "CGX_INNER_COMMUNICATOR_TYPE",
+    "inner_reduction": "CGX_INNER_REDUCTION_TYPE",
+    "cross_reduction": "CGX_CROSS_REDUCTION_TYPE",
+    "intra_broadcast": "CGX_INTRA_BROADCAST",
+    "intra_compress": "CGX_INTRA_COMPRESS",
+    "streams": "CGX_STREAMS",
+    "socket_interface": "CGX_SOCKET_IFNAME",
+    "node_id": "CGX_NODE_ID",
+    "num_threads": "CGX_NUM_THREADS",
+    "simd": "CGX_SIMD",
+    "trace_folder": "CGX_TRACE_DIR",
 }
-"""The variables that set each field of `Compression` and `Settings`; the first one that is set wins."""
+"""The variable that sets each field of `Compression` and `Settings`."""
 
 
 def shared_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that are set and that all ranks must set alike, as they were written."""
     read = _Reader(os.environ if environ is None else environ)
-    names = {name for field, names in VARIABLES.items() if field not in _OWN_TO_A_RANK for name in names}
+    names = {name for field, name in VARIABLES.items() if field not in _OWN_TO_A_RANK}
     return {name: text for name in sorted(names) if (text := read.text(name)) is not None}
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return a sentence for each CGX_* variable that does not exist, with the one that may have been meant."""
     present = os.environ if environ is None else environ
-    known = {name for names in VARIABLES.values() for name in names}
+    known = set(VARIABLES.values())
     return [_not_known(name, known) for name in sorted(present) if name.startswith("CGX_") and name not in known]
 
 

@@ -2,5 +2,5 @@
 
 NAMES = (
     *("payload", "pieces", "configuration", "adaptive", "default_compression", "layers", "environment"),
-    *("checkpoint", "report", "membership", "messages"),
+    *("checkpoint", "report", "membership", "chosen_bits"),
 )

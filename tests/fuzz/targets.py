@@ -324,7 +324,7 @@ def membership(data: bytes) -> bool:
     return went
 
 
-def messages(data: bytes) -> bool:
+def chosen_bits(data: bytes) -> bool:
     """What peers send to agree on bits."""
     source = Source(data)
     adaptation = Adaptation(AdaptiveBits(), Compression(4, 1024), 0)
@@ -348,6 +348,6 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
         checkpoint,
         report,
         membership,
-        messages,
+        chosen_bits,
     )
 }

@@ -1,6 +1,6 @@
-"""Runs programs over the collectives of a torch group: where a rank lacks the native engine.
+"""Run programs over collectives of a torch group, for groups in which a rank has no native engine.
 
-Slice after slice, level after level: compute, exchange the payloads of all ranks at once, compute. Nothing overlaps.
+It runs one slice at a time: compute, exchange the payloads of all ranks, compute again. Nothing overlaps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended bef
 
 
 class PlainEngine:
-    """`group` is a torch group with `alltoall_base`, on which nothing else is started meanwhile."""
+    """Run programs on `group`, a torch group with `alltoall_base`. The caller starts nothing else on it meanwhile."""
 
     def __init__(self, group: Any, kernels: Kernels, rank: int) -> None:
         self._group = group
@@ -45,7 +45,7 @@ class PlainEngine:
         self.figures: dict[str, float] = dict.fromkeys(names, 0)
 
     def run(self, operation: Reduction, timeout: timedelta, trail: Trail) -> None:
-        """Run it to its end. Whatever is raised leaves the ranks out of step: the group has failed."""
+        """Run an operation to its end. After an error the ranks are out of step, and the group has failed."""
         operation = replace(operation, rounding=replace(operation.rounding, rank=self._rank))
         deadline_s = time.monotonic() + timeout.total_seconds()
         with torch.inference_mode():  # the values may be a tensor of that mode
@@ -78,7 +78,7 @@ class PlainEngine:
     def _exchange(
         self, turn: Round, slots: dict[str, Tensor], incoming: dict[int, int], world: int, deadline_s: float
     ) -> list[Tensor]:
-        """Return what arrives, in the order of `turn.receives`."""
+        """Send this turn's payloads and return those that arrive, in the order of `turn.receives`."""
         lengths = [incoming.get(peer, 0) for peer in range(world)]
         payloads = [slots[turn.sends[peer]] for peer in sorted(turn.sends)]
         sent = torch.cat(payloads) if payloads else _bytes(0)
@@ -103,7 +103,7 @@ class PlainEngine:
 
 
 def _has_ended(work: Any) -> bool:
-    """Return whether it has, after a moment; raise what it failed with."""
+    """Wait a moment; return whether the work has ended, or raise its error."""
     try:
         work.wait(_SLICE)
     except RuntimeError as error:

@@ -207,7 +207,7 @@ class GroupRecorder:
 
     @contextlib.contextmanager
     def noting_failures(self) -> Iterator[None]:
-        """Keep what is raised meanwhile."""
+        """Record errors that the body raises."""
         try:
             yield
         except CGXError as error:

@@ -134,7 +134,7 @@ def describe(call: _native.Call) -> str:
 
 
 def operation_name(call: _native.Call) -> str:
-    """Return what was called, in a word."""
+    """Return the name of the operation."""
     return _name(_OPERATIONS, call.operation)
 
 

@@ -286,7 +286,7 @@ class ProcessGroupCGX(Moves):
         return work
 
     def _enqueue(self, run: partial[Any], call: _native.Call, called: tuple[Any, ...], result: list[Tensor]) -> Any:
-        """Have NCCL enqueue a call on the caller's stream, or on its own. With the group's lock held."""
+        """Enqueue a call with NCCL. The caller holds the group's lock."""
         with self._recorder.noting_failures():
             number = self._ledger.note(call)
         trail = self._recorder.begin(called, "nccl", number)

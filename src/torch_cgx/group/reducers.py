@@ -1,4 +1,4 @@
-"""Reducers carry out the collectives that cgx runs itself: natively, or over Gloo where a rank lacks the native engine.
+"""Reducers run the collectives that cgx carries out itself: natively, or over Gloo if a rank has no native engine.
 
 Both take the same `Request` and return a handle. The backend decides what is asked of them; they decide nothing, but
 keep what can be kept between operations of the same shape.
@@ -192,7 +192,7 @@ class SharedReducer:
 
 
 class PlainReducer:
-    """Has Gloo carry requests, in one order with all else that it carries: see `PlainEngine`. `lock` is the group's."""
+    """Run requests over Gloo with a `PlainEngine`, in one order with the other calls that Gloo carries."""
 
     def __init__(self, engine: PlainEngine, ledger: Ledger, place: Place, lock: threading.Lock) -> None:
         self._engine = engine
@@ -246,4 +246,4 @@ class PlainReducer:
         """Requests bring theirs."""
 
     def close(self) -> None:
-        """The group ends what Gloo carries."""
+        """Do nothing: the group's ledger ends what Gloo carries."""

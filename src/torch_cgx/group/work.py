@@ -147,7 +147,7 @@ class SharedWork(PolledWork):
 
 
 class CarriedWork(PolledWork):
-    """An operation that a group of torch's carries, watched by the ledger's entry."""
+    """An operation that a torch group carries, and whose ledger entry is asked for trouble."""
 
     def __init__(
         self, inner: Any, entry: Entry, result: list[torch.Tensor], completions: Completions, trail: Trail

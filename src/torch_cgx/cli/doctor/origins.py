@@ -15,7 +15,7 @@ __all__ = ["DEFAULT", "NOT_VALID", "PROGRAM", "VARIABLE", "Setting", "in_force"]
 
 DEFAULT, VARIABLE, PROGRAM, NOT_VALID = "default", "variable", "program", "not valid"
 
-_KNOWN = sorted({name for names in config.VARIABLES.values() for name in names})
+_KNOWN = sorted(set(config.VARIABLES.values()))
 _LONGEST = 60  # characters of a value; paths and names of nodes may have more
 _NOTHING_SAID = {
     "cross_communicator": "MPI under mpirun, else TCP",
@@ -31,7 +31,7 @@ _NOTHING_SAID = {
 class Setting:
     name: str  # of the field
     value: object  # None where the value is not valid, too
-    variable: str  # that decides it, or would
+    variable: str
     origin: str
 
     @property
@@ -41,14 +41,8 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Its own variable, even if another has decided it."""
-        own = config.VARIABLES[self.name][0]
-        return f"{own} (CUDA)" if self.name.startswith("cuda_") else own
-
-    @property
-    def came_from(self) -> str:
-        another = self.variable != config.VARIABLES[self.name][0]
-        return self.variable if another and self.origin == VARIABLE else self.origin
+        """Return the variable, and which tensors it concerns if another setting has the same."""
+        return f"{self.variable} (CUDA)" if self.name.startswith("cuda_") else self.variable
 
     @property
     def text(self) -> str:
@@ -73,8 +67,7 @@ def in_force(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], l
     values = asdict(config.compression_from_environ(valid)) | asdict(config.Settings.from_environ(valid))
     program = scopes.asked()
     settings = []
-    for name, variables in config.VARIABLES.items():
-        variable = next((each for each in variables if each in given), variables[0])
+    for name, variable in config.VARIABLES.items():
         origin = VARIABLE if variable in valid else NOT_VALID if variable in complaints else DEFAULT
         if name in program:
             settings.append(Setting(name, program[name], variable, PROGRAM))

@@ -83,7 +83,7 @@ def _network(report: Report) -> list[str]:
 
 
 def _settings(report: Report) -> list[str]:
-    rows = [[setting.label, setting.came_from, setting.text] for setting in report.settings]
+    rows = [[setting.label, setting.origin, setting.text] for setting in report.settings]
     return ["settings in force", *_columns([["", "from", "value"], *rows])]
 
 

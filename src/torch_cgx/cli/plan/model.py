@@ -274,6 +274,6 @@ def _quantizer(contestant: str, block: int) -> Identity | MaxMin:
 
 
 def _slice_nbytes(nbytes: int) -> int:
-    """Return two slices of what is small, so that they overlap at all, then larger ones."""
+    """Return the size of a slice: half of a small operation, so that two overlap, and a share of a large one."""
     half, share = -(-nbytes // 2), -(-nbytes // _SLICES)
     return max(_SMALL_SLICE_NBYTES, min(_LEAST_SLICE_NBYTES, half), share)

@@ -87,7 +87,7 @@ def _mapped(file: int, nbytes: int) -> Tensor:
 
 
 class DirectExchange:
-    """Implements `Exchange`; the shared group is its own. `call` is what its board says.
+    """Implement `Exchange` over shared memory. It owns the shared group. `call` makes the entries of its board.
 
     `pids` are the ranks' processes, whose blocks this one can open. Where the device will not register a block, its
     payloads go through pinned memory of the device's own.

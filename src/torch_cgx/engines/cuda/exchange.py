@@ -1,4 +1,4 @@
-"""What carries the payloads of tensors on a device: an `Exchange` of all ranks' messages at once."""
+"""The interface of exchanges: all ranks send each other the payloads of device tensors in one step."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ __all__ = ["Arrival", "Exchange", "to_host"]
 
 
 class Arrival(Protocol):
-    """An exchange under way. Each must be waited for; its payloads are the exchange's until then."""
+    """An exchange in progress. The caller must wait for it, and must not touch its payloads before."""
 
     def wait(self) -> None:
-        """Until the payloads are there for whatever the calling thread's current stream is given from now on."""
+        """Make the calling thread's current stream wait for the payloads."""
 
 
 class Exchange(Protocol):
-    """One message from each rank to each other, all at once. All ranks call alike, in one order."""
+    """Send one message from each rank to each other rank in one step. All ranks make the same calls, in one order."""
 
     @property
     def waits(self) -> bool:
-        """The host waits, for the device and for peers: use it on a thread of its own."""
+        """Return whether an exchange blocks the host, which then needs a thread for it."""
 
     @property
     def most_nbytes(self) -> int | None:
-        """Of values in a slice, whose payloads have to fit into its memory; None: any number."""
+        """Return how many bytes of values a slice may have; None: any number."""
 
     def begin(self, agreed: int) -> None:
         """Say that a call of this hash comes next."""
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
-        """By rank, in uint8; empty where there is nothing. No payload of any rank is longer than the room."""
+        """Start an exchange of uint8 payloads, by rank. Empty ones are not sent, and none exceeds `room_nbytes`."""
 
     def set_timeout(self, timeout: timedelta) -> None: ...
 
     def close(self) -> None:
-        """Leave; peers that wait for this rank raise. May be called twice."""
+        """Leave the exchange. Peers that wait for this rank raise. May be called twice."""
 
     def abort(self) -> None:
-        """The same, without waiting for what is under way on the device. May follow or precede `close`."""
+        """Leave without waiting for the device. May be called before or after `close`."""
 
 
 def to_host(device: Device, payloads: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-    """Copy payloads into pinned memory; it holds them when this returns."""
+    """Copy payloads into pinned memory, and wait until they are there."""
     if not payloads:
         return
     for payload, host in zip(payloads, hosts, strict=True):

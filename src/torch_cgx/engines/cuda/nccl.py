@@ -55,7 +55,7 @@ class NcclExchange:
         limit(self._group, timeout)
 
     def close(self) -> None:
-        """The group is not the exchange's own: whoever opened it ends it."""
+        """Do nothing: the owner of the group closes it."""
 
     def abort(self) -> None:
-        """The same."""
+        """Do nothing: the owner of the group closes it."""

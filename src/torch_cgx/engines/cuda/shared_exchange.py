@@ -33,7 +33,7 @@ _DTYPE = torch.float32  # what the executor takes payloads for, whose lengths ar
 
 
 class SharedExchange:
-    """Implements `Exchange`; the shared group is its own. `call` is what its board says."""
+    """Implement `Exchange` over shared memory. It owns the shared group. `call` makes the entries of its board."""
 
     waits = True
 

@@ -1,4 +1,4 @@
-"""What carries payloads between ranks that share no memory: which choices there are, and whether they can be had."""
+"""Carriers of payloads between ranks that share no memory: TCP and MPI. Choose them, and check that they are there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SYNONYMS = {"TCP": "TCP", "GLOO": "TCP", "MPI": "MPI"}
 
 @dataclass(frozen=True, slots=True)
 class Carriers:
-    """What carries payloads between two ranks that share no memory: TCP or MPI."""
+    """The carriers of one group, TCP or MPI, for pairs of ranks that share no memory."""
 
-    within: str  # a node
-    between: str
+    within: str  # pairs on one node
+    between: str  # pairs on different nodes
 
     @classmethod
     def of(cls, settings: Settings, all_have_mpi: bool) -> Carriers:
-        """Return what was chosen. By default MPI, where it started the ranks, and TCP elsewhere."""
+        """Return the carriers that the settings choose. The default is MPI under an MPI launcher, else TCP."""
         inner = None if settings.inner_communicator == "SHM" else _SYNONYMS.get(settings.inner_communicator)
         cross = _SYNONYMS.get(settings.cross_communicator or "")
         default = "MPI" if all_have_mpi else "TCP"
@@ -31,12 +31,12 @@ class Carriers:
         return cls(inner or between, between)
 
     def name(self, one_host: bool) -> str:
-        """Return what the group's payloads go over, in a word."""
+        """Return the carrier that users see as the group's own."""
         return self.within if one_host else self.between
 
 
 def check_choice(variable: str, name: str | None) -> None:
-    """Raise a `ValueError` where this process cannot have that carrier, as far as can be told without starting it."""
+    """Raise a `ValueError` if this process cannot use the carrier. Nothing is started to find out."""
     if name == "MPI":
         problem = mpi_process.problem_here()
         if problem:
@@ -46,6 +46,6 @@ def check_choice(variable: str, name: str | None) -> None:
 
 
 def describe() -> dict[str, str]:
-    """Return, by name, what `cgx doctor` says of each carrier in a process like this one."""
+    """Return the state of each carrier in this process, as `cgx doctor` prints it."""
     tcp = "available" if _native.shares_memory() else "needs the native library"
     return {"TCP": tcp, "GLOO": "another name for TCP", "MPI": mpi_process.describe()}

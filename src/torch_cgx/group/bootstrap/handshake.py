@@ -233,7 +233,7 @@ def open_shared_group(joining: Joining, prefix: str, nodes: Sequence[int] | None
 
 
 def check_plain(joining: Joining) -> None:
-    """Refuse what was chosen and needs the native engine on all ranks; say, once, what takes its place."""
+    """Refuse carriers that need the native engine on all ranks. Rank 0 warns that Gloo takes its place."""
     without = ", ".join(str(joining.global_ranks[peer]) for peer, has in enumerate(joining.members.native) if not has)
     settings = joining.settings
     for variable, chosen in (
@@ -324,12 +324,10 @@ def _compare_versions(first: dict[str, Any], other: dict[str, Any], first_rank: 
 def _compare_settings(members: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:
     """Raise where settings differ; name the variables, as users set them, and who has which value."""
     differing: dict[str, str] = {}
-    for field, variables in VARIABLES.items():
+    for field, name in VARIABLES.items():
         if all(member["settings"].get(field) == members[0]["settings"].get(field) for member in members):
             continue
-        texts = {name: [_text_of(member, name) for member in members] for name in variables}
-        name = next((name for name in variables if len(set(texts[name])) > 1), variables[0])
-        differing[name] = _who_has_what(texts[name], global_ranks)
+        differing[name] = _who_has_what([_text_of(member, name) for member in members], global_ranks)
     if differing:
         shown = "; ".join(f"{name} is {who}" for name, who in differing.items())
         how = launchers.how_to_pass(list(differing), os.environ)

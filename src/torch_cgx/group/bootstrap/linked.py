@@ -1,4 +1,4 @@
-"""Groups of several nodes that run their programs natively: over memory within a node, over TCP or MPI between."""
+"""Open native groups of several nodes: shared memory within a node, TCP or MPI between nodes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _log = logging.getLogger("torch_cgx")
 
 
 def open_linked_group(joining: Joining) -> tuple[SharedGroup, str]:
-    """Connect this rank to all others of the group; what payloads go over. All ranks call it, each with its own store.
+    """Connect this rank to all others of the group, and return the group and its carrier. All ranks call it.
 
-    MPI that was not asked for, and cannot be had, is replaced by TCP, which is said once.
+    If MPI is only the default and cannot be used, the group falls back to TCP, and rank 0 warns.
     """
     _say_that_gloo_is_tcp(joining)
     nodes = _nodes_that_share(joining.settings, joining.members)
@@ -46,7 +46,7 @@ def open_linked_group(joining: Joining) -> tuple[SharedGroup, str]:
 
 
 def _link(joining: Joining, group: SharedGroup, nodes: Sequence[int]) -> str:
-    """Link the group to all that share no memory with this rank; return what payloads go over."""
+    """Link this rank to those that share no memory with it, and return the group's carrier."""
     members, settings = joining.members, joining.settings
     carriers = Carriers.of(settings, members.all_have_mpi)
     home = [peer for peer in range(joining.world) if nodes[peer] == nodes[joining.rank]]

@@ -1,4 +1,4 @@
-"""MPI for the data between ranks: what native code needs to call it, and tags that nobody else uses.
+"""Set up MPI as a carrier: hand the MPI library to native code, and give each group its own message tags.
 
 Ranks talk on communicators of our own, so that their messages never meet the user's. There is one for each set of
 ranks, made when it is first needed and kept, since MPI has few of them. The groups of one set take turns with its tags.
@@ -28,7 +28,7 @@ _FUNCTIONS = ("Isend", "Issend", "Irecv", "Test", "Cancel", "Finalized")
 
 @dataclass(slots=True)
 class _Communicator:
-    """What the groups of one set of ranks share."""
+    """A communicator, which all groups of the same ranks share."""
 
     library: _native.Mpi
     most_tags: int
@@ -40,14 +40,14 @@ _communicators: dict[tuple[int, ...], _Communicator] = {}  # by the ranks of MPI
 
 @dataclass(frozen=True, slots=True)
 class MpiLinks:
-    """One group's part: `tags` are the first of each stream."""
+    """One group's use of MPI. `tags` has the first tag of each stream."""
 
     library: _native.Mpi
     tags: tuple[int, ...]
 
 
 def open_mpi(joining: Joining) -> MpiLinks:
-    """Make MPI ready between all ranks of a group, which all call this.
+    """Set up MPI between all ranks of a group. All ranks call this.
 
     They tell each other through the store:
 
@@ -132,7 +132,7 @@ def _handle(mpi: Any, thing: Any) -> int:
 
 
 def _exchange(joining: Joining, key: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what every rank has to say, by rank."""
+    """Publish this rank's entry and return the entries of all ranks."""
     store = joining.prefixed("cgx mpi")
     store.set(f"{key}/{joining.rank}", json.dumps(mine))
     deadline = time.monotonic() + joining.timeout.total_seconds()
@@ -145,7 +145,7 @@ def _exchange(joining: Joining, key: str, mine: dict[str, Any]) -> list[dict[str
 
 
 def _raise_first_problem(joining: Joining, facts: list[dict[str, Any]]) -> None:
-    """Raise, on all ranks, what the first rank with a `problem` reports."""
+    """Raise the first problem that a rank reports; all ranks raise the same."""
     for other, theirs in enumerate(facts):
         if theirs["problem"]:
             raise TransportError(f"MPI cannot be used: rank {joining.global_ranks[other]} reports: {theirs['problem']}")

@@ -80,7 +80,7 @@ def problem_before() -> str:
 
 
 def initialise(world: int) -> str:
-    """Initialise MPI, if nobody has; what is wrong with it for so many ranks, or ""."""
+    """Initialise MPI if it is not yet. Return what keeps a group of this many ranks from using it, or ""."""
     global _initialised_by
     mpi = load()
     if not mpi.Is_initialized():
@@ -91,7 +91,7 @@ def initialise(world: int) -> str:
         _initialised_by = os.getpid()
     if mpi.Is_finalized():
         return "MPI has been finalised already"
-    if not libraries:  # MPI_Finalize begins with this, whoever calls it
+    if not libraries:  # MPI_Finalize runs this first, also when the user calls it
         mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_stop_progress), None)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         return (
@@ -150,7 +150,7 @@ def finalises_at_exit() -> bool:
 
 
 def _stop_progress(*_: object) -> None:
-    """End the native thread that calls MPI: MPI_Finalize allows no other calls meanwhile."""
+    """Stop the native progress thread, since no thread may call MPI during MPI_Finalize."""
     library = _native.library() if libraries else None
     if library is not None:
         library.cgx_mpi_stop()

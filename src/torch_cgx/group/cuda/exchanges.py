@@ -21,7 +21,7 @@ _log = logging.getLogger("torch_cgx")
 
 
 def open_exchange(engine: Engine, joining: Joining, carrier: Any) -> Exchange:
-    """Open what the settings ask for. All ranks of the group call it. `carrier` is the NCCL group of everything else.
+    """Open the exchange that the settings choose. All ranks call it. `carrier`: the NCCL group of exact operations.
 
     NCCL needs no thread and no host memory. Memory that is shared is for the ranks of one host alone.
     """

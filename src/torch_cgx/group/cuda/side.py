@@ -25,7 +25,7 @@ __all__ = ["CudaSide", "open_side"]
 
 
 class CudaSide:
-    """`carrier` is the group of torch's that carries what is exact. Without a `reducer` (one rank) that is all."""
+    """Serve CUDA tensors. `carrier`, an NCCL group, runs exact operations, and `reducer` (None: alone) the others."""
 
     def __init__(self, engine: Engine, carrier: Any, reducer: CudaReducer | None) -> None:
         self.kind = engine.kind
@@ -68,7 +68,7 @@ def open_side(
     lock: threading.Lock,
     number: Callable[[_native.Call], int] | None = None,
 ) -> CudaSide:
-    """All ranks of the group call it, each with its own end of the store. `number`s calls where there is no `board`."""
+    """Open a group's CUDA side. All ranks call it. `number` numbers calls if there is no `board`."""
     carrier = engine.new_group()
     if joining.world == 1:
         return CudaSide(engine, carrier, None)

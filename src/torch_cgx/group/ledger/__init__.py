@@ -1,8 +1,8 @@
-"""The ledger of a group: who called what, who has failed, and what to say of it.
+"""The ledger of a group records who called what and who failed, and words the errors.
 
-A group has one, by how its ranks reach each other: a board (board.py) where all have the native engine, the group's
-store (store.py) where not, and `NoLedger` where a rank is alone. Every call that torch's own groups carry is entered
-before it is started, and whoever waits for it asks its entry.
+`BoardLedger` serves groups whose ranks all have the native engine, `StoreLedger` the others, and `NoLedger` a rank that
+is alone. A call that a torch group carries is entered in the ledger before it starts. Its handle asks the entry for
+trouble while it waits.
 """
 
 from __future__ import annotations
@@ -21,56 +21,56 @@ _CONNECTION_WORDS = ("onnection", "peer", "roken pipe", "transport/tcp")  # of G
 
 
 class Entry(Protocol):
-    """One call, of which `number` is the same on all ranks."""
+    """One call. Its `number` is the same on all ranks."""
 
     @property
     def number(self) -> int: ...
 
     def start(self, run: Callable[[], Any], *, asynchronous: bool) -> Any:
-        """Start it once all ranks are known to have made the same call; return a handle like those of torch's groups.
+        """Start the call once all ranks are known to have made it, and return a handle like those of torch groups.
 
-        With the group's lock held.
+        The caller holds the group's lock.
         """
 
     def still_waits(self) -> None:
-        """It is not done. Raise what the group has failed with, here or on a peer."""
+        """Raise the group's failure, here or on a peer. Called while the operation is not done."""
 
     def has_ended(self) -> None:
-        """It is done. Raise where another rank turns out to have called something else."""
+        """Raise if another rank has called something else. Called when the operation is done."""
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """Return trouble between ranks as one of our errors, told to the peers; what was refused as it is."""
+        """Turn trouble between ranks into a `CGXError` and tell the peers; return a refusal of the engine unchanged."""
 
 
 class Ledger(Protocol):
-    """One rank's end of it."""
+    """One rank's part of the ledger."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing can be carried out on this group any more."""
+        """Return whether the group has failed and can run nothing more."""
 
     def enter(self, call: _native.Call, *, asynchronous: bool, timeout: timedelta | None = None) -> Entry:
-        """Note a call that a CPU group of torch's carries. With the group's lock held.
+        """Enter a call that torch's Gloo group carries. The caller holds the group's lock.
 
-        `asynchronous`: nobody waits for it at once. `timeout`: of the comparison with other ranks' calls; None: the
-        group's.
+        `asynchronous`: the caller does not wait at once. `timeout` limits the comparison with other ranks' calls;
+        None: the group's timeout.
         """
 
     def note(self, call: _native.Call) -> int:
-        """Note a call that something else carries, and return its number. With the group's lock held."""
+        """Note a call that another engine carries, and return its number. The caller holds the group's lock."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of comparisons that begin from now on."""
+        """Set the timeout of later comparisons."""
 
     def abort(self, reason: CGXError) -> None:
-        """Let all ranks fail with this."""
+        """Make the group fail on all ranks, for this reason."""
 
     def close(self) -> None:
-        """Leave, once the group's engine is closed. What is queued fails."""
+        """Leave the group after its engine is closed. Queued operations fail."""
 
 
 def trouble_of(error: RuntimeError) -> tuple[type[CGXError], str] | None:
-    """Return the kind of trouble between ranks that Gloo's words tell of, and how to say it; None: it is none."""
+    """Return the error class and the words for a Gloo error between ranks; None for any other error."""
     if any(word in str(error) for word in _TIMEOUT_WORDS):
         return CGXTimeoutError, "failed: Timed out waiting for other ranks"
     if any(word in str(error) for word in _CONNECTION_WORDS):
@@ -93,7 +93,7 @@ class _Alone:
 
 
 class NoLedger:
-    """For a rank that is alone."""
+    """The ledger of a group of one rank."""
 
     has_failed = False
 

@@ -1,4 +1,4 @@
-"""The ledger of ranks that all have the native engine: each sees the others' calls on a board.
+"""The ledger of groups whose ranks all have the native engine: each rank sees the others' calls on a board.
 
 Within a host the board lies in shared memory. Between hosts it is filled by calls that arrive over links, and ranks
 tell each other of a call that Gloo carries before it is started.
@@ -26,7 +26,7 @@ _DYING_S = 1.0  # how long the death of a peer may take to show after its connec
 
 
 class BoardLedger:
-    """`gloo` carries what the engine does not. `name` is what errors call this rank."""
+    """Enter calls that `gloo` carries. Errors call this rank `name`."""
 
     def __init__(self, board: SharedGroup, gloo: Any, timeout: timedelta, name: str) -> None:
         self._board = board
@@ -68,7 +68,7 @@ class BoardLedger:
 
 
 class _BoardEntry:
-    """All ranks see this call, and look at each other's while they wait."""
+    """A call that all ranks of one host can see on their board."""
 
     def __init__(self, board: SharedGroup, number: int, what: str) -> None:
         self._board = board
@@ -113,7 +113,7 @@ class _BoardEntry:
 
 
 class _LinkedEntry(_BoardEntry):
-    """Ranks tell each other of this call, and it is started when all have."""
+    """A call between hosts, which starts when all ranks have told each other that they made it."""
 
     def __init__(
         self, board: SharedGroup, number: int, what: str, starter: Starter, comparison: NativeComparison

@@ -1,4 +1,4 @@
-"""Starts what Gloo carries between ranks that share no memory, once all are known to have made the same call.
+"""Start operations that Gloo carries between hosts, once all ranks are known to have made the same call.
 
 Gloo aborts the process where the lengths of two ranks differ, and adds up whatever comes where only their types do. So
 before each operation all ranks compare their calls. Linked ranks tell each other natively. Others reduce a hash of
@@ -45,7 +45,7 @@ _SLICE = timedelta(milliseconds=20)  # between two looks at whether the group ha
 
 
 class GroupFailedError(Exception):
-    """Raised by what a `Checked` runs, where not that operation alone has failed: with `error`, which all fail with."""
+    """Raised by the operation of a `Checked` if the whole group has failed, with `error`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -204,7 +204,7 @@ class Checked:
             self._enqueue(self)
 
     def let_go(self) -> None:
-        """Wait until the thread does not touch the operation's tensors any more; the group has failed."""
+        """Wait until the thread has let go of the operation's tensors. Called after the group has failed."""
         if self.on_thread:
             self._ready.wait(_JOIN_S)
 
@@ -246,7 +246,7 @@ class Starter:
         self._closing = threading.Event()
 
     def carry(self, compare: Callable[[], Any], run: Callable[[], Any], asynchronous: bool) -> Checked:
-        """Begin to compare, and `run` once all ranks have called alike. With the group's lock held."""
+        """Begin the comparison, and `run` once it succeeds. The caller holds the group's lock."""
         before = self._last if self._last is not None and not self._last.started else None
         checked = self._last = Checked(compare, run, before, self._enqueue)
         if asynchronous or before is not None:
@@ -257,7 +257,7 @@ class Starter:
         return checked
 
     def _drained(self) -> bool:
-        """Return whether all that was begun has ended, or does so within a second."""
+        """Return whether all operations have ended; wait up to a second for them."""
         deadline = time.monotonic() + _CLOSE_S
         while self._last is not None and not self._last.is_completed():
             if time.monotonic() > deadline:
@@ -266,7 +266,7 @@ class Starter:
         return True
 
     def close(self) -> None:
-        """End what is under way, with Gloo's connections if need be. What is queued fails."""
+        """Wait a second for running operations, then close Gloo's connections. Queued operations fail."""
         if not self._drained():
             hang_up(self._gloo)
         self._closing.set()

@@ -1,4 +1,4 @@
-"""The ledger of ranks of which one lacks the native engine: calls are compared over Gloo, and told in the store."""
+"""The ledger of groups in which a rank has no native engine: calls are compared over Gloo, and told in the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WONDER_S = (0.5, 60.0)  # who waits asks the others after the first, then after
 
 
 class StoreLedger:
-    """`gloo` carries everything."""
+    """Enter calls that `gloo` carries, which is all of them."""
 
     def __init__(self, store: Store, gloo: Any, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
         self._gloo = gloo
@@ -70,7 +70,7 @@ class StoreLedger:
 
 
 class _StoreEntry:
-    """All ranks compare this call over Gloo, and ask each other through the store where one waits long."""
+    """A call that all ranks compare over Gloo. A rank that waits long asks the others through the store."""
 
     def __init__(
         self, inquiry: Inquiry, starter: Starter, compare: Callable[[], GlooComparison], number: int, what: str
@@ -96,7 +96,7 @@ class _StoreEntry:
             self._inquiry.wonder()
 
     def has_ended(self) -> None:
-        """Calls were compared before it was started."""
+        """Do nothing: the calls were compared before the operation started."""
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         if isinstance(error, CGXError):
