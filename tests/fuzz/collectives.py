@@ -85,7 +85,8 @@ def _y(call: Call, shape: str | None = None) -> str:
     """Return the source of an output, which a flaw makes unfit."""
     fit = shape or str(call.shape)
     if call.flaw == "shape":
-        fit = f"(*{fit}, 2)"
+        # No dimension more: gloo looks for its length behind the end of the input's shape, and takes what it finds.
+        fit = f"(*{fit}[:-1], {fit}[-1] + 1)" if call.shape or shape else "(2,)"
     # Torch hands over complex numbers as pairs of real ones, so of these it sees no other dtype in float32.
     other = "int64" if call.dtype in ("float32", "complex64") else "float32"
     return f"blank({fit}, {_dtype(other if call.flaw == 'dtype' else call.dtype)}, {call.into!r})"
