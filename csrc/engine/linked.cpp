@@ -166,7 +166,7 @@ void Group::send_payload(Operation& op, const cgx_step& step, const cgx_slot& sl
   if (!stream.has_ended()) {
     ++queued_;
     ++progress_[static_cast<size_t>(slot.slice)].unsent;
-    stream.queue(sequence, op.fingerprint, call, static_cast<uint32_t>(step.slot), slot.slice, slot_data(op, step.slot),
+    stream.queue(sequence, op.fingerprint, call, op.what.plan->messages[op.step], slot.slice, slot_data(op, step.slot),
                  static_cast<uint64_t>(slot.nbytes));
   }
   stream.send(*this);
@@ -235,9 +235,9 @@ Receiver::Answer Group::place(int64_t peer, const FrameHeader& header, uint8_t**
     fail_mismatch(peer, op.sequence);
     return Answer::kRefuse;
   }
-  const size_t slot = header.slot;
-  if (slot >= plan->slots.size() || plan->from[slot] != peer || placed_[slot] ||
-      header.nbytes != static_cast<uint64_t>(plan->slots[slot].nbytes)) {
+  const std::vector<int64_t>& expected = plan->incoming[static_cast<size_t>(peer)];
+  const size_t slot = header.message < expected.size() ? static_cast<size_t>(expected[header.message]) : SIZE_MAX;
+  if (slot == SIZE_MAX || placed_[slot] || header.nbytes != static_cast<uint64_t>(plan->slots[slot].nbytes)) {
     fail(CGX_ERROR_MISMATCH, name(peer) + " sent " + name(rank_) + " a payload that " + operation_name(op) +
                                  " does not have. All ranks need the same version of torch_cgx. Restart all ranks.");
     return Answer::kRefuse;
@@ -248,8 +248,10 @@ Receiver::Answer Group::place(int64_t peer, const FrameHeader& header, uint8_t**
   return Answer::kTake;
 }
 
-void Group::payload_arrived(int64_t, const FrameHeader& header) {
-  arrived_[header.slot].store(1, std::memory_order_release);
+void Group::payload_arrived(int64_t peer, const FrameHeader& header) {
+  if (!current_) return;  // the group has failed since it was placed
+  const int64_t slot = current_->what.plan->incoming[static_cast<size_t>(peer)][header.message];
+  arrived_[static_cast<size_t>(slot)].store(1, std::memory_order_release);
 }
 
 void Group::frame_left(int64_t slice) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <utility>
 
 namespace {
 
@@ -24,12 +25,12 @@ int64_t payload_end(const cgx_plan& plan, const cgx_step& step) {
 }  // namespace
 
 bool cgx_plan::consistent(int64_t world) const {
-  if (n_slices < 0 || ring < 2 || part_nbytes < 0 || slots.size() > UINT32_MAX) return false;
+  if (n_slices < 0 || ring < 2 || part_nbytes < 0 || slots.size() > UINT32_MAX || n_flags > UINT32_MAX) return false;
   std::vector<bool> received(slots.size());
   for (const cgx_slot& slot : slots) {
     if (slot.offset < 0 || slot.nbytes < 0 || slot.offset > part_nbytes - slot.nbytes) return false;
     if (slot.slice < 0 || slot.slice >= n_slices) return false;
-    if (slot.writer < 0 || slot.writer >= world || slot.flag < 0 || slot.flag > UINT32_MAX) return false;
+    if (slot.writer < 0 || slot.writer >= world || slot.flag < 0 || slot.flag >= n_flags) return false;
   }
   const auto is_slot = [&](int64_t i) { return i >= 0 && i < static_cast<int64_t>(slots.size()); };
   const auto fits = [&](const cgx_step& step, int64_t slot) {
@@ -69,11 +70,8 @@ bool cgx_plan::consistent(int64_t world) const {
   return true;
 }
 
-void cgx_plan::index() {
+void cgx_plan::index(int64_t world) {
   slice_steps.assign(static_cast<size_t>(n_slices), 0);
-  from.assign(slots.size(), -1);
-  n_flags = 0;
-  for (const cgx_slot& slot : slots) n_flags = std::max(n_flags, slot.flag + 1);
   in_slice_order = true;
   int64_t latest = 0;
   std::vector<int64_t> givers, takers;
@@ -85,11 +83,11 @@ void cgx_plan::index() {
     ++slice_steps[static_cast<size_t>(slice)];
     in_slice_order = in_slice_order && slice >= latest;
     latest = slice;
-    if (step.kind == CGX_STEP_RECEIVE) from[static_cast<size_t>(step.slot)] = step.peer;
     if (step.kind == CGX_STEP_RECEIVE || step.kind == CGX_STEP_SEND) add(peers, step.peer);
     if (step.kind == CGX_STEP_SEND) add(takers, step.peer);
     if (step.kind == CGX_STEP_RECEIVE) add(givers, step.peer);
   }
+  number_messages(world);
   if (dtype != CGX_BYTES) return;  // where sums are made, every rank needs something of every other
   for (const int64_t peer : peers) {
     if (!std::count(takers.begin(), takers.end(), peer)) sources.push_back(peer);
@@ -97,9 +95,27 @@ void cgx_plan::index() {
   }
 }
 
+// The sender and the receiver of a message each count those between them in the order of their tables of slots.
+void cgx_plan::number_messages(int64_t world) {
+  incoming.assign(static_cast<size_t>(world), {});
+  std::vector<std::vector<std::pair<int64_t, size_t>>> outgoing(static_cast<size_t>(world));  // slots and steps
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const cgx_step& step = steps[i];
+    if (step.kind == CGX_STEP_RECEIVE) incoming[static_cast<size_t>(step.peer)].push_back(step.slot);
+    if (step.kind == CGX_STEP_SEND) outgoing[static_cast<size_t>(step.peer)].emplace_back(step.slot, i);
+  }
+  for (std::vector<int64_t>& received : incoming) std::sort(received.begin(), received.end());
+  messages.assign(steps.size(), 0);
+  for (auto& sent : outgoing) {
+    std::sort(sent.begin(), sent.end());
+    for (size_t number = 0; number < sent.size(); ++number)
+      messages[sent[number].second] = static_cast<uint32_t>(number);
+  }
+}
+
 cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,
                        int64_t n_slots, const int64_t* inputs, int64_t n_inputs, const cgx_step* steps, int64_t n_steps,
-                       int64_t n_slices, int64_t ring, int64_t part_nbytes) try {
+                       int64_t n_slices, int64_t ring, int64_t part_nbytes, int64_t n_flags) try {
   auto plan = std::make_unique<cgx_plan>();
   plan->dtype = dtype;
   plan->pieces.assign(pieces, pieces + n_pieces);
@@ -109,8 +125,9 @@ cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_
   plan->n_slices = n_slices;
   plan->ring = ring;
   plan->part_nbytes = part_nbytes;
+  plan->n_flags = n_flags;
   if (!plan->consistent(world)) return nullptr;
-  plan->index();
+  plan->index(world);
   return plan.release();
 } catch (const std::bad_alloc&) {
   return nullptr;

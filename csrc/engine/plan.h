@@ -15,18 +15,20 @@ struct cgx_plan {
   int64_t n_slices;
   int64_t ring;
   int64_t part_nbytes;
+  int64_t n_flags;
 
   // Found when the plan is made.
-  std::vector<int64_t> slice_steps;  // by slice: how many steps it has
-  std::vector<int64_t> from;         // by slot: the peer that it is received from; -1: it is not
-  std::vector<int64_t> peers;        // that payloads go to or come from
-  std::vector<int64_t> sources;      // of moved bytes: those of them that payloads only come from
-  std::vector<int64_t> sinks;        // of moved bytes: those of them that payloads only go to
-  int64_t n_flags;                   // one more than the largest flag
+  std::vector<int64_t> slice_steps;            // by slice: how many steps it has
+  std::vector<uint32_t> messages;              // by step: the number of what it sends, among all that its peer gets
+  std::vector<std::vector<int64_t>> incoming;  // by peer: the slots that it sends, by the numbers of its messages
+  std::vector<int64_t> peers;                  // that payloads go to or come from
+  std::vector<int64_t> sources;                // of moved bytes: those of them that payloads only come from
+  std::vector<int64_t> sinks;                  // of moved bytes: those of them that payloads only go to
   bool in_slice_order;
 
   int64_t slice_of(const cgx_step& step) const { return slots[static_cast<size_t>(step.slot)].slice; }
   // Whether every index, offset and peer is inside its table, slot and world, and no slot is received twice.
   bool consistent(int64_t world) const;
-  void index();
+  void index(int64_t world);
+  void number_messages(int64_t world);
 };

@@ -4,7 +4,7 @@
 // Data connections carry CALL (what a rank calls, before the first payload of the operation) and PAYLOAD. The control
 // connection of a pair carries POISON (status, then text), LEAVE (with the last sequence,
 // then that of the last operation that was done), PING and PONG. Nothing in a
-// header is trusted: the receiver looks up slot and length in its own plan.
+// header is trusted: the receiver looks up the message and its length in its own plan.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ enum class FrameKind : uint8_t { kCall = 1, kPayload = 2, kPoison = 3, kLeave = 
 struct FrameHeader {
   uint64_t sequence;     // of the operation; LEAVE, PING, PONG: of the sender's latest call
   uint64_t fingerprint;  // of its call
-  uint32_t slot;         // index into the plan's slots
+  uint32_t message;      // PAYLOAD: its number among those of the operation from this rank to that
   uint16_t reserved;
   FrameKind kind;
   uint8_t stream;
@@ -43,9 +43,9 @@ inline uint64_t check_of(const FrameHeader& header) {
   return hash;
 }
 
-inline FrameHeader make_header(FrameKind kind, uint64_t sequence, uint64_t fingerprint, uint32_t slot, uint64_t nbytes,
-                               uint8_t stream = 0) {
-  FrameHeader header = {sequence, fingerprint, slot, 0, kind, stream, nbytes, 0};
+inline FrameHeader make_header(FrameKind kind, uint64_t sequence, uint64_t fingerprint, uint32_t message,
+                               uint64_t nbytes, uint8_t stream = 0) {
+  FrameHeader header = {sequence, fingerprint, message, 0, kind, stream, nbytes, 0};
   header.check = check_of(header);
   return header;
 }

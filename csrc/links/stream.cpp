@@ -16,7 +16,7 @@ constexpr int kVectors = 16;  // of one sendmsg
 
 }  // namespace
 
-void Stream::queue(uint64_t sequence, uint64_t fingerprint, const cgx_call* call, uint32_t slot, int64_t slice,
+void Stream::queue(uint64_t sequence, uint64_t fingerprint, const cgx_call* call, uint32_t message, int64_t slice,
                    const uint8_t* data, uint64_t nbytes) {
   if (ended_) return;
   out_.emplace_back();  // all zeros: MPI sends heads whole
@@ -31,7 +31,7 @@ void Stream::queue(uint64_t sequence, uint64_t fingerprint, const cgx_call* call
     put(call, sizeof *call);
   }
   if (data) {
-    const FrameHeader header = make_header(FrameKind::kPayload, sequence, fingerprint, slot, nbytes, number_);
+    const FrameHeader header = make_header(FrameKind::kPayload, sequence, fingerprint, message, nbytes, number_);
     put(&header, sizeof header);
   }
   out.data = data;

@@ -35,7 +35,7 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
 
   // The call, if not NULL, goes ahead of the payload, or alone where data is NULL.
-  void queue(uint64_t sequence, uint64_t fingerprint, const cgx_call* call, uint32_t slot, int64_t slice,
+  void queue(uint64_t sequence, uint64_t fingerprint, const cgx_call* call, uint32_t message, int64_t slice,
              const uint8_t* data, uint64_t nbytes);
   virtual void send(Receiver& receiver) = 0;     // as much as can leave now
   virtual void receive(Receiver& receiver) = 0;  // all that is there and may be taken

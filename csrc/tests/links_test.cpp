@@ -74,7 +74,7 @@ Pending one_way(int64_t rank, int64_t slices, int64_t numel, int64_t world = 2) 
   }
   Pending op;
   op.plan.reset(cgx_plan_new(world, CGX_FLOAT32, pieces.data(), slices, slots.data(), slices, nullptr, 0, steps.data(),
-                             int64_t(steps.size()), slices, 2, (nbytes + 63) / 64 * 64));
+                             int64_t(steps.size()), slices, 2, (nbytes + 63) / 64 * 64, 1));
   if (!op.plan) fail("an inconsistent plan");
   op.bits = 32;
   for (int64_t i = 0; i < slices * numel; ++i) op.values.push_back(rank == 0 ? value_of(0, i, 0) : 0);
@@ -266,21 +266,21 @@ class Attacked {
   }
   int end() { return wait(group_.get(), number_, 100); }
 
-  FrameHeader header(FrameKind kind, uint32_t slot, uint64_t nbytes) const {
-    return make_header(kind, sequence_, fingerprint_, slot, nbytes);
+  FrameHeader header(FrameKind kind, uint32_t message, uint64_t nbytes) const {
+    return make_header(kind, sequence_, fingerprint_, message, nbytes);
   }
-  // What rank 1 would say. Its slots are 1, its contribution, and 3, its sum.
+  // What rank 1 would say. Its messages are 0, its contribution, and 1, its sum.
   Bytes call(const cgx_call& call) const {
     return Bytes() + header(FrameKind::kCall, 0, sizeof call) +
            Bytes(reinterpret_cast<const char*>(&call), sizeof call);
   }
-  Bytes payload(uint32_t slot) const {
-    return Bytes() + header(FrameKind::kPayload, slot, nbytes_) + Bytes(nbytes_, 0);
+  Bytes payload(uint32_t message) const {
+    return Bytes() + header(FrameKind::kPayload, message, nbytes_) + Bytes(nbytes_, 0);
   }
   void answer() {
-    say(data(), call(call_) + payload(1) + payload(3));
+    say(data(), call(call_) + payload(0) + payload(1));
     if (const int status = end(); status != CGX_OK) must_be(group_.get(), 0, status, {CGX_OK}, "");
-    if (hear_header(data(), FrameKind::kPayload).slot != 0) fail("another slot than the sum's");
+    if (hear_header(data(), FrameKind::kPayload).message != 0) fail("another message than the sum");
     hear(data(), nbytes_);
   }
 
@@ -345,10 +345,10 @@ void lies_on_a_data_connection_are_refused() {
   constexpr const char* kNotOurs = "a payload that operation";
   constexpr const char* kStep = "ranks have lost step";
   constexpr const char* kNoise = "that are no message of torch_cgx";
-  const auto payload_of = [](uint32_t slot, int64_t more, uint64_t nbytes = 0) {
+  const auto payload_of = [](uint32_t message, int64_t more, uint64_t nbytes = 0) {
     return [=](const Attacked& to) {
       const uint64_t announced = nbytes ? nbytes : to.nbytes_ + uint64_t(more);
-      return to.call(to.call_) + to.header(FrameKind::kPayload, slot, announced) + Bytes(4096, 'x');
+      return to.call(to.call_) + to.header(FrameKind::kPayload, message, announced) + Bytes(4096, 'x');
     };
   };
   const auto kind_of = [](int kind) {
@@ -358,26 +358,24 @@ void lies_on_a_data_connection_are_refused() {
     return [=](const Attacked& to) { return Bytes() + to.header(FrameKind::kCall, 0, nbytes) + Bytes(4096, 'x'); };
   };
   const Lie lies[] = {
-      {"the first slot that there is not", payload_of(4, 0), CGX_ERROR_MISMATCH, kNotOurs},
-      {"the last number of a slot", payload_of(UINT32_MAX, 0), CGX_ERROR_MISMATCH, kNotOurs},
-      {"the receiver's own slot", payload_of(0, 0), CGX_ERROR_MISMATCH, kNotOurs},
-      {"a slot that the receiver sends", payload_of(2, 0), CGX_ERROR_MISMATCH, kNotOurs},
-      {"a payload that is too short by a byte", payload_of(1, -1), CGX_ERROR_MISMATCH, kNotOurs},
-      {"a payload that is too long by a byte", payload_of(1, 1), CGX_ERROR_MISMATCH, kNotOurs},
-      {"a payload of a terabyte", payload_of(1, 0, 1ull << 40), CGX_ERROR_MISMATCH, kNotOurs},
-      {"a payload of all that there can be", payload_of(1, 0, UINT64_MAX), CGX_ERROR_MISMATCH, kNotOurs},
-      {"an empty payload", [](const Attacked& to) { return Bytes() + to.header(FrameKind::kPayload, 1, 0); },
+      {"the first message that there is not", payload_of(2, 0), CGX_ERROR_MISMATCH, kNotOurs},
+      {"the last number of a message", payload_of(UINT32_MAX, 0), CGX_ERROR_MISMATCH, kNotOurs},
+      {"a payload that is too short by a byte", payload_of(0, -1), CGX_ERROR_MISMATCH, kNotOurs},
+      {"a payload that is too long by a byte", payload_of(0, 1), CGX_ERROR_MISMATCH, kNotOurs},
+      {"a payload of a terabyte", payload_of(0, 0, 1ull << 40), CGX_ERROR_MISMATCH, kNotOurs},
+      {"a payload of all that there can be", payload_of(0, 0, UINT64_MAX), CGX_ERROR_MISMATCH, kNotOurs},
+      {"an empty payload", [](const Attacked& to) { return Bytes() + to.header(FrameKind::kPayload, 0, 0); },
        CGX_ERROR_MISMATCH, kNotOurs},
-      {"a payload that comes twice", [](const Attacked& to) { return to.payload(1) + to.payload(1); },
+      {"a payload that comes twice", [](const Attacked& to) { return to.payload(0) + to.payload(0); },
        CGX_ERROR_MISMATCH, kNotOurs},
       {"a payload of an earlier operation",
        [](const Attacked& to) {
-         return Bytes() + make_header(FrameKind::kPayload, to.sequence_ - 1, to.fingerprint_, 1, to.nbytes_);
+         return Bytes() + make_header(FrameKind::kPayload, to.sequence_ - 1, to.fingerprint_, 0, to.nbytes_);
        },
        CGX_ERROR_MISMATCH, kStep},
       {"a payload of another call",
        [](const Attacked& to) {
-         return Bytes() + make_header(FrameKind::kPayload, to.sequence_, to.fingerprint_ ^ 1, 1, to.nbytes_);
+         return Bytes() + make_header(FrameKind::kPayload, to.sequence_, to.fingerprint_ ^ 1, 0, to.nbytes_);
        },
        CGX_ERROR_MISMATCH, kStep},
       {"another call",
@@ -414,14 +412,14 @@ void noise_on_a_data_connection_is_refused() {
   for (uint64_t seed = 1; seed <= (quick ? 20 : 300); ++seed) {
     std::mt19937_64 random(seed);
     refused("random bytes", [&](const Attacked& to) {
-      Bytes noise = random() % 2 ? to.call(to.call_) + to.payload(1) : Bytes();
+      Bytes noise = random() % 2 ? to.call(to.call_) + to.payload(0) : Bytes();
       for (uint64_t n = sizeof(FrameHeader) + random() % 5000; n > 0; --n) noise.push_back(char(random()));
       return noise;
     });
   }
   for (size_t bit = 0; bit < 8 * sizeof(FrameHeader); bit += quick ? 13 : 1)
     refused("a header with a wrong bit", [bit](const Attacked& to) {
-      Bytes frame = to.payload(1);
+      Bytes frame = to.payload(0);
       frame[bit / 8] = char(frame[bit / 8] ^ (1 << bit % 8));
       return frame;
     });
@@ -443,7 +441,7 @@ void a_frame_without_an_end_is_noticed() {
   std::mt19937_64 random(1);
   for (Attacked& attacked : all) {
     attacked.begin();
-    const Bytes whole = attacked.call(attacked.call_) + attacked.payload(1) + attacked.payload(3);
+    const Bytes whole = attacked.call(attacked.call_) + attacked.payload(0) + attacked.payload(1);
     attacked.say(attacked.data(), whole.substr(0, random() % whole.size()));
     attacked.hang_up(0, 2);
   }

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from torch_cgx import _native
 from torch_cgx.config import Compression, Settings
 from torch_cgx.engines.recorder import FORMAT, LENGTH, GroupRecorder, Recorder, What
-from torch_cgx.errors import CGXTimeoutError
+from torch_cgx.errors import CGXTimeoutError, PoisonedError
 
 BARRIER: What = ("barrier", None, None, None, 0, -1, None, None)
 
@@ -152,3 +153,26 @@ def test_a_trace_folder_may_have_to_be_made(tmp_path: Path) -> None:
     assert settings.trace_folder == str(tmp_path / "new" / "folder")
     assert not (tmp_path / "new").exists()
     assert "trace_folder" not in settings.fingerprint()
+
+
+def test_a_failure_is_kept_while_another_thread_closes_the_group() -> None:
+    group = group_in(None)
+
+    class Closing:
+        """Is closed by another thread while this one asks where ranks stand."""
+
+        def peer(self, rank: int) -> tuple[_native.Peer, str]:
+            if not group.closed:
+                group.closed = True
+                group._native = None
+            return _native.Peer(), f"rank {rank} has called nothing"
+
+        def record(self, number: int) -> None:
+            return None
+
+    group.attach(group, "TCP", cast(Any, Closing()))
+    group.fail(PoisonedError("rank 4 called abort()"))
+    assert [peer["call"] for peer in group.as_dict()["peers"]] == [
+        "rank 0 has called nothing",
+        "rank 1 has called nothing",
+    ]

@@ -20,7 +20,7 @@ from tests.support.gradients import BITS, digest, noise
 from tests.support.harness import Rank, names, needs_native, observe_ranks, raised, run_ranks
 from torch_cgx.codecs import Identity, MaxMin, Quantizer
 from torch_cgx.engines import memory
-from torch_cgx.engines.host.native import LINK_CHUNK_NBYTES
+from torch_cgx.engines.host.plans import LINK_CHUNK_NBYTES
 from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.native import default_kernels
 from torch_cgx.plan.algorithms import Topology

@@ -30,14 +30,17 @@ def slots_of(step: Step) -> tuple[str, ...]:
 @pytest.mark.parametrize(("topology", "nodes"), TOPOLOGIES, ids=str)
 def test_all_ranks_of_a_node_agree_on_places_marks_and_writers(topology: Topology, nodes: tuple[int, ...]) -> None:
     nonempty = (True,) * topology.n_chunks
-    programs, _ = programs_for(topology, nonempty)
+    programs, slots = programs_for(topology, nonempty)
     for node in set(nodes):
         home = tuple(rank for rank, at in enumerate(nodes) if at == node)
         views = {rank: node_slots_for(topology, nonempty, home, rank) for rank in home}
         first = views[home[0]]
         for rank, view in views.items():
-            assert (view.places, view.flags) == (first.places, first.flags)
-            assert all(view.places[slot.place] == name for name, slot in view.found.items())
+            assert (view.n_places, view.n_flags) == (first.n_places, first.n_flags)
+            assert all(slot.flag < view.n_flags for slot in view.found.values())
+            assert all(slot.place < view.n_places[slot.exact] for slot in view.found.values())
+            for name, slot in view.found.items():
+                assert slots[name].exact == slot.exact
             for step in programs[rank]:
                 # A rank finds all that it touches, and what it writes or receives from elsewhere is its own to write.
                 assert all(name in view.found for name in slots_of(step))
@@ -46,5 +49,6 @@ def test_all_ranks_of_a_node_agree_on_places_marks_and_writers(topology: Topolog
                 if isinstance(step, Send | Receive) and step.peer in home:  # then both look at one place
                     assert views[step.peer].found[step.slot] == view.found[step.slot]
         # No two ranks write to one place.
-        writers = {(slot.place, slot.writer) for view in views.values() for slot in view.found.values()}
+        found = [slot for view in views.values() for slot in view.found.values()]
+        writers = {((slot.exact, slot.place), slot.writer) for slot in found}
         assert len({place for place, _ in writers}) == len(writers)

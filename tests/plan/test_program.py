@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from torch_cgx.errors import CGXError, ProgramError
-from torch_cgx.plan.checker import Message, Report, check, check_all_gather, check_reduce_scatter
-from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Sum, format_program
+from torch_cgx.plan import checker
+from torch_cgx.plan.checker import Message, Report
+from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Step, Sum, format_program
+
+
+def filled_in(programs: Sequence[Program]) -> list[Program]:
+    """Let every receive that meets a send say how its payload is coded, and a level above that of the send."""
+    codings = {s.slot: s.exact for program in programs for s in program if isinstance(s, Encode | Reduce)}
+    filled: list[list[Step]] = [[] for _ in programs]
+    levels = [0] * len(programs)
+    sent: dict[tuple[int, int, str], int] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while len(filled[rank]) < len(program):
+                step = program[len(filled[rank])]
+                if isinstance(step, Send):
+                    sent[rank, step.peer, step.slot] = levels[rank]
+                if isinstance(step, Receive):
+                    if (step.peer, rank, step.slot) not in sent:
+                        break
+                    levels[rank] = max(levels[rank], sent[step.peer, rank, step.slot] + 1)
+                    step = replace(step, level=levels[rank], exact=codings.get(step.slot, False))
+                filled[rank].append(step)
+                moved = True
+    return [(*steps, *program[len(steps) :]) for steps, program in zip(filled, programs, strict=True)]
+
+
+def check(programs: Sequence[Program], *lengths: Sequence[int]) -> Report:
+    return checker.check(filled_in(programs), *lengths)
+
+
+def check_reduce_scatter(programs: Sequence[Program], *lengths: Sequence[int]) -> Report:
+    return checker.check_reduce_scatter(filled_in(programs), *lengths)
+
+
+def check_all_gather(programs: Sequence[Program], *lengths: Sequence[int]) -> Report:
+    return checker.check_all_gather(filled_in(programs), *lengths)
+
 
 # Two ranks, one chunk, which rank 0 reduces.
 OWNER: Program = (Receive("part", 1), Reduce(("part",), 0, "sum"), Send("sum", 1))
@@ -60,6 +99,18 @@ def test_a_right_pair_of_programs_passes_with_its_bill() -> None:
 
 def test_ranks_that_do_nothing_have_nothing_to_agree_on() -> None:
     assert check([(), (), ()]) == Report(quantizations={}, messages=(0, 0, 0), sent_nbytes=None, sent=())
+
+
+def test_a_receive_that_is_not_above_its_send_is_refused() -> None:
+    late = (OTHER[0], OTHER[1], replace(OTHER[2], level=1), OTHER[3])
+    with pytest.raises(ProgramError, match=r"expected a level above 1, at which it is sent, got 1"):
+        checker.check([OWNER, late])
+
+
+def test_a_receive_of_another_coding_is_refused() -> None:
+    owner = (replace(OWNER[0], exact=True), *OWNER[1:])
+    with pytest.raises(ProgramError, match="expected exact, got compressed"):
+        checker.check([owner, OTHER])
 
 
 def test_a_chain_quantizes_the_first_contribution_once_a_hop() -> None:

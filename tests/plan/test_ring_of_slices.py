@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from torch_cgx.engines.host.native import MOST_LAG, Tables, link_lag
+from torch_cgx.engines.host.plans import MOST_LAG, Tables, Template, link_lag
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk
-from torch_cgx.plan.programs import node_slots_for, programs_for
-from torch_cgx.plan.schedule import levels_for
+from torch_cgx.plan.programs import node_slots_for, program_for
 
 Pattern = tuple[bool, ...]  # by chunk of a slice: whether it has values
 
@@ -88,9 +87,10 @@ each_case = pytest.mark.parametrize("case", list(cases()), ids=str)
 class Step(NamedTuple):
     kind: int
     slice: int
-    slot: int
+    slot: int  # a number of this rank's own
     peer: int
     writer: int  # the rank of this node that puts the payload there
+    mark: tuple[int, int]  # its slice and number, alike for all ranks of a node
 
 
 class Tabled(NamedTuple):
@@ -100,6 +100,10 @@ class Tabled(NamedTuple):
     n_slices: int
     ring: int
 
+    def slots(self, kind: int, peer: int) -> list[int]:
+        """Return what passes to a peer, or from it, by the numbers of messages."""
+        return sorted(step.slot for step in self.steps if step.kind == kind and step.peer == peer)
+
 
 class Recorder:
     """Stands in for the native library, and keeps the tables of a plan."""
@@ -107,31 +111,26 @@ class Recorder:
     tabled: Tabled
 
     def cgx_plan_new(self, *arguments: Any) -> int:
-        _, _, _, _, slots, _, _, _, steps, _, n_slices, ring, _ = arguments
-        rows = [
-            Step(step.kind, slots[step.slot].slice, step.slot, step.peer, slots[step.slot].writer) for step in steps
-        ]
+        _, _, _, _, slots, _, _, _, steps, _, n_slices, ring, _, _ = arguments
+        rows = []
+        for step in steps:
+            slot = slots[step.slot]
+            rows.append(Step(step.kind, slot.slice, step.slot, step.peer, slot.writer, (slot.slice, slot.flag)))
         self.tabled = Tabled(rows, n_slices, ring)
         return 1
-
-
-def depth_of(topology: Topology, patterns: Sequence[Pattern]) -> int:
-    return max(levels_for(topology, pattern).depth for pattern in patterns)
 
 
 def tables_of(case: Case, patterns: Sequence[Pattern], lag: int = 0) -> list[Tabled]:
     """Return all ranks' plans for slices of these patterns. `lag` 0: as groups have it."""
     topology, nodes = case
-    depth = depth_of(topology, patterns)
     plans = []
     for rank in range(topology.world):
         home = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
-        tables = Tables(topology.world, lag or link_lag(depth), depth)
+        tables = Tables(topology.world, lag or link_lag(topology.depth), topology.depth)
         for pattern in patterns:
-            programs, slots = programs_for(topology, pattern)
             chunks = [FULL if full else EMPTY for full in pattern]
-            levels = levels_for(topology, pattern).by_rank[rank]
-            tables.add(programs[rank], slots, chunks, levels, node_slots_for(topology, pattern, home, rank))
+            node = node_slots_for(topology, pattern, home, rank)
+            tables.add(Template(program_for(topology, pattern, rank), node), chunks)
         recorder: Any = Recorder()
         tables.build(recorder, FLOAT32)
         plans.append(recorder.tabled)
@@ -145,7 +144,7 @@ class Rank:
         self.plan = plan
         self.ring = ring
         self.home: list[Rank] = []  # the ranks of its node
-        self.marks: set[int] = set()  # slots that are there for all of them
+        self.marks: set[tuple[int, int]] = set()  # of slots that are there for all of them
         self.position = 0
         self.begun = 0
         self.finished = 0  # slices, one after the other
@@ -154,6 +153,9 @@ class Rank:
             self.steps_left[step.slice] += 1
         self.waiting_frames = [0] * plan.n_slices  # by slice: sent, and not taken yet
         self.arrived: set[int] = set()  # slots
+        ranks = {step.peer for step in plan.steps}
+        self.numbers = {peer: {slot: n for n, slot in enumerate(plan.slots(SEND, peer))} for peer in ranks}
+        self.incoming = {peer: plan.slots(RECEIVE, peer) for peer in ranks}
 
     @property
     def is_done(self) -> bool:
@@ -178,7 +180,7 @@ class Rank:
         return all(number < member.finished + self.ring for member in self.home)
 
 
-Connections = dict[tuple[int, int, int], deque[tuple[int, int]]]  # sender, receiver, stream: slices and slots
+Connections = dict[tuple[int, int, int], deque[tuple[int, int]]]  # sender, receiver, stream: slices and messages
 
 
 def advance(rank: int, ranks: Sequence[Rank], connections: Connections, streams: int, most: int) -> bool:
@@ -189,15 +191,15 @@ def advance(rank: int, ranks: Sequence[Rank], connections: Connections, streams:
     while own.position < min(len(steps), before[0] + most):
         step = steps[own.position]
         is_near = step.kind in (SEND, RECEIVE) and ranks[step.peer] in own.home
-        there = own.marks if is_near else own.arrived
-        if not own.begin_slices(step.slice + 1) or (step.kind == RECEIVE and step.slot not in there):
+        is_there = step.mark in own.marks if is_near else step.slot in own.arrived
+        if not own.begin_slices(step.slice + 1) or (step.kind == RECEIVE and not is_there):
             break
         if step.kind == SEND and is_near:
             if step.writer == rank:
-                own.marks.add(step.slot)
+                own.marks.add(step.mark)
         elif step.kind == SEND:
             frames = connections.setdefault((rank, step.peer, step.slice % streams), deque())
-            frames.append((step.slice, step.slot))
+            frames.append((step.slice, own.numbers[step.peer][step.slot]))
             own.waiting_frames[step.slice] += 1
         own.position += 1
         own.steps_left[step.slice] -= 1
@@ -214,7 +216,8 @@ def take_frames(rank: int, ranks: Sequence[Rank], connections: Connections, rand
         if receiver != rank or (random is not None and random.random() < 0.3):
             continue
         while frames and ranks[rank].has_room_for(frames[0][0]):
-            number, slot = frames.popleft()
+            number, message = frames.popleft()
+            slot = ranks[rank].incoming[sender][message]
             assert slot not in ranks[rank].arrived
             ranks[rank].arrived.add(slot)
             ranks[sender].waiting_frames[number] -= 1
@@ -228,7 +231,7 @@ def stuck_ranks(
 ) -> list[int]:
     """Run all ranks, in a random order, until none can go on. Return those that are not done then."""
     ranks = [Rank(plan, ring) for plan in plans]
-    marks: dict[int, set[int]] = {}
+    marks: dict[int, set[tuple[int, int]]] = {}
     for rank, node in zip(ranks, nodes, strict=True):
         rank.home = [other for other, at in zip(ranks, nodes, strict=True) if at == node]
         rank.marks = marks.setdefault(node, set())
@@ -253,8 +256,7 @@ def full_slices(topology: Topology, n_slices: int) -> list[Pattern]:
 
 def ticks_under_way(topology: Topology) -> int:
     """Return how many ticks after its first level the last level of a slice runs."""
-    depth = depth_of(topology, full_slices(topology, 1))
-    return link_lag(depth) * depth
+    return link_lag(topology.depth) * topology.depth
 
 
 @each_case
@@ -285,7 +287,7 @@ def test_nor_do_they_with_another_lag(algorithm: str, lag: int) -> None:
     topology = Topology.flat(algorithm, 4)
     case = Case(topology, tuple(range(4)))
     plans = tables_of(case, full_slices(topology, 40), lag)
-    assert plans[0].ring == lag * depth_of(topology, full_slices(topology, 1)) + 2
+    assert plans[0].ring == lag * topology.depth + 2
     assert not stuck_ranks(plans, case.nodes, plans[0].ring, Random(lag))
 
 

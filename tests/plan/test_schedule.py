@@ -55,7 +55,7 @@ def patterns(topology: Topology, count: int, random: Random) -> list[tuple[bool,
 
 
 def check_levels(programs: tuple[Program, ...]) -> None:
-    levels = levels_of(programs)
+    levels = [levels_of(program) for program in programs]
     assert [len(mine) for mine in levels] == [len(program) for program in programs]
     sent: dict[tuple[int, int, str], int] = {}
     for rank, program in enumerate(programs):
@@ -95,7 +95,9 @@ def test_a_schedule_is_the_program_and_has_as_many_levels_on_every_rank(
 
 @pytest.mark.parametrize(("topology", "n_levels"), N_LEVELS, ids=str)
 def test_an_algorithm_has_a_level_more_than_messages_one_after_the_other(topology: Topology, n_levels: int) -> None:
-    assert len(schedule_for(topology, all_full(topology), 0).levels) == n_levels
+    assert len(schedule_for(topology, all_full(topology), 0).levels) == n_levels == topology.depth + 1
+    programs, _ = programs_for(topology, all_full(topology))
+    assert max(level for program in programs for level in levels_of(program)) == topology.depth
 
 
 def orders(

@@ -64,7 +64,7 @@ def test_parts_are_received_in_the_order_in_which_they_are_encoded(world: int) -
 
 
 def test_it_is_registered_by_the_name_that_the_variables_use() -> None:
-    assert ALGORITHMS["SRA"] is program
+    assert ALGORITHMS["SRA"].program is program
 
 
 @pytest.mark.parametrize(("chunks", "rank", "world"), [(2, 2, 2), (2, -1, 2), (1, 0, 2), (3, 0, 2)])

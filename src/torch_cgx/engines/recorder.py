@@ -239,11 +239,12 @@ class GroupRecorder:
 
     def peers(self) -> list[dict[str, Any]]:
         """Where all ranks stand by the board."""
-        if self._native is None or self._peers:
+        native = self._native  # which another thread may close meanwhile
+        if native is None or self._peers:
             return self._peers
         found = []
         for rank, name in enumerate(self.global_ranks):
-            peer, call = self._native.peer(rank)
+            peer, call = native.peer(rank)
             found.append(
                 {
                     "rank": name,
@@ -282,7 +283,8 @@ class GroupRecorder:
         return described
 
     def _of_native(self, number: int) -> dict[str, Any]:
-        record = None if self._native is None else self._native.record(number)
+        native = self._native
+        record = None if native is None else native.record(number)
         if record is None:
             return {"number": None, "state": "unknown", "submitted_ns": None, "started_ns": None, "finished_ns": None}
         names = self.global_ranks

@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 
 from torch_cgx.engines.computing import Reduction
-from torch_cgx.engines.host.native import Prepared, SharedGroup, make_plan
+from torch_cgx.engines.host.native import Prepared, SharedGroup
+from torch_cgx.engines.host.plans import make_plan
 from torch_cgx.engines.plain import PlainEngine
 from torch_cgx.engines.recorder import Trail
 from torch_cgx.errors import CGXError

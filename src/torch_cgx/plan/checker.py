@@ -51,7 +51,8 @@ def check(
 ) -> Report:
     """Prove that the programs of ranks 0, 1, ... make one allreduce; raise `ProgramError` if they do not.
 
-    1. Every receive meets exactly one send, and every send one receive.
+    1. Every receive meets exactly one send, and every send one receive. What is received is coded as the receiver
+       says, and sent at a lower level than it is received.
     2. Run without values, no rank waits for ever, no slot is read before it is written or written twice, and what
        is summed in one step is coded alike.
     3. No sum counts a contribution twice, and none is scaled twice or added to once it is scaled.
@@ -180,6 +181,7 @@ class _Rank:
     program: Program
     moving: bool = False
     position: int = 0
+    level: int = 0
     slots: dict[str, _Content] = field(default_factory=dict)
     values: dict[int, _Content] = field(default_factory=dict)
     shares: dict[int, _Content] = field(default_factory=dict)  # what sums are made in, beside the values
@@ -272,7 +274,7 @@ def _check_messages(programs: Sequence[Program]) -> None:
 
 def _simulate(ranks: Sequence[_Rank]) -> None:
     """Let every rank go on until it waits for a message, again and again, until all are through."""
-    messages: dict[tuple[int, int, str], _Content] = {}
+    messages: dict[tuple[int, int, str], tuple[_Content, int]] = {}  # and the level of the send
     waiting_for: dict[tuple[int, int, str], _Rank] = {}
     runnable = list(reversed(ranks))
     while runnable:
@@ -281,7 +283,8 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
             step = rank.program[rank.position]
             if isinstance(step, Send):
                 message = (rank.rank, step.peer, step.slot)
-                content = messages[message] = rank.read(step.slot)
+                content = rank.read(step.slot)
+                messages[message] = content, rank.level
                 rank.sent.append(Message(rank.rank, step.peer, content.chunk, content.exact))
                 if message in waiting_for:
                     runnable.append(waiting_for.pop(message))
@@ -290,7 +293,13 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
                 if message not in messages:
                     waiting_for[message] = rank
                     break
-                rank.write(step.slot, messages[message])
+                content, level = messages[message]
+                if step.level <= level:
+                    raise rank.fail(f"expected a level above {level}, at which it is sent, got {step.level}")
+                if step.exact != content.exact:
+                    raise rank.fail(f"expected {_coding(step.exact)}, got {_coding(content.exact)}")
+                rank.level = max(rank.level, step.level)
+                rank.write(step.slot, content)
             else:
                 _compute(rank, step)
             rank.position += 1

@@ -2,8 +2,9 @@
 
 A program is a tuple of steps over named payload slots. Slot names are each rank's own; a payload keeps its
 name when it is sent, so that a receive meets the send of the same slot by that peer. A send never waits, a
-receive waits for its send. A payload is compressed, or exact: raw values. Who writes a slot says which, and who
-reads it follows. `algorithms` makes programs, `checker` proves them right and engines run them; nothing here
+receive waits for its send. A payload is compressed, or exact: raw values. Who brings a slot, by writing or by receiving
+it, says which, and who reads it follows. A rank's program alone tells all that the rank has to know of other nodes:
+nobody needs their programs. `algorithms` makes programs, `checker` proves them right and engines run them; nothing here
 touches values or carries bytes.
 """
 
@@ -51,10 +52,12 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Wait for a peer's payload of this slot."""
+    """Wait for a peer's payload of this slot. Its level, see `schedule`, is above that of the send."""
 
     slot: str
     peer: int
+    level: int = 1
+    exact: bool = False
 
     def __str__(self) -> str:
         return f"receive {self.slot} from {self.peer}"

@@ -31,15 +31,13 @@ class Round:
 def rounds_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> tuple[tuple[Round, ...], ...]:
     """By level; nothing is sent at the last."""
     programs, _ = programs_for(topology, nonempty)
-    by_rank = levels_of(programs)
     messages: dict[int, dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
     for sender, program in enumerate(programs):
-        for step, level in zip(program, by_rank[sender], strict=True):
+        for step, level in zip(program, levels_of(program), strict=True):
             if isinstance(step, Send):
                 messages[level][sender, step.peer].append(step.slot)
-    depth = max((level for levels in by_rank for level in levels), default=0)
     rounds = []
-    for level in range(depth + 1):
+    for level in range(topology.depth + 1):
         pairs = messages[level]
         count = max(map(len, pairs.values()), default=0)
         rounds.append(tuple(_round(pairs, number, rank) for number in range(count)))

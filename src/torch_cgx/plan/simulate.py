@@ -24,13 +24,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Slice
-from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Step, Sum
-from torch_cgx.plan.programs import programs_for
+from torch_cgx.plan.program import Add, Decode, Encode, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.programs import program_for, programs_for
 from torch_cgx.plan.schedule import levels_of
 
 __all__ = [
@@ -163,12 +162,6 @@ class Length(NamedTuple):
     messages: float = 1.0  # that it stands for
 
 
-@lru_cache(maxsize=64)
-def _leveled(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[Program, ...], list[list[int]]]:
-    programs, _ = programs_for(topology, nonempty)
-    return programs, levels_of(programs)
-
-
 def simulate(
     topology: Topology,
     slices: Sequence[Slice],
@@ -220,11 +213,10 @@ def ordered(
     """The order in which the executors make a rank's steps of slices with these chunks: (slice, step)."""
     by_level = []
     for nonempty in patterns:
-        programs, levels = _leveled(topology, nonempty)
-        depth = max((level for of_rank in levels for level in of_rank), default=0) + 1
-        steps: list[list[Step]] = [[] for _ in range(depth)]
-        for step, place in zip(programs[rank], levels[rank], strict=True):
-            steps[place].append(step)
+        program = program_for(topology, nonempty, rank)
+        steps: list[list[Step]] = [[] for _ in range(topology.depth + 1)]
+        for step, level in zip(program, levels_of(program), strict=True):
+            steps[level].append(step)
         if rounds:
             for of_level in steps:
                 of_level.sort(key=lambda step: 0 if isinstance(step, Receive) else 2 if isinstance(step, Send) else 1)

@@ -7,7 +7,7 @@ import torch
 
 from torch_cgx.codecs import Identity, MaxMin, Quantizer
 from torch_cgx.config import Settings
-from torch_cgx.engines.host.native import Plan, make_plan
+from torch_cgx.engines.host.plans import Plan, make_plan
 from torch_cgx.errors import SharedMemoryError
 from torch_cgx.group.bootstrap.handshake import SEGMENT_FLOOR_NBYTES, SEGMENT_LIMIT_NBYTES
 from torch_cgx.kernels.native import available

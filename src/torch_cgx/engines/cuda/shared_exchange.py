@@ -20,11 +20,12 @@ from torch_cgx import _native
 from torch_cgx.codecs import Identity
 from torch_cgx.engines.cuda.device import Device
 from torch_cgx.engines.cuda.exchange import Arrival, to_host
-from torch_cgx.engines.host.native import Plan, Prepared, SharedGroup, Tables
+from torch_cgx.engines.host.native import Prepared, SharedGroup
+from torch_cgx.engines.host.plans import Plan, Tables, Template
 from torch_cgx.kernels import Piece
 from torch_cgx.plan.layout import Chunk
 from torch_cgx.plan.program import Decode, Encode, Receive, Send, Step
-from torch_cgx.plan.programs import SharedSlot
+from torch_cgx.plan.programs import NodeSlot, NodeSlots
 
 __all__ = ["SharedExchange", "exchange_plan", "wait_for"]
 
@@ -110,10 +111,8 @@ def wait_for(shared: SharedGroup, number: int) -> None:
 def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], room_nbytes: int) -> Plan:
     """Bytes by peer; what is sent lies first in memory. A slot for each pair of ranks, as long as the room."""
     world = len(sent)
-    slots: dict[str, SharedSlot] = {}
-    for writer in range(world):
-        for reader in range(world):
-            slots[_slot(writer, reader)] = SharedSlot(len(slots), writer, reader, 0, True)
+    pairs = [(writer, reader) for writer in range(world) for reader in range(world)]
+    found = {_slot(*pair): NodeSlot(True, place, *pair) for place, pair in enumerate(pairs)}
     steps: list[Step] = []
     chunks: list[Chunk] = []
     offset = 0
@@ -126,13 +125,13 @@ def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], r
             steps += (
                 [Encode(len(chunks), slot, exact=True), Send(slot, peer)]
                 if is_sent
-                else [Receive(slot, peer), Decode(slot, len(chunks))]
+                else [Receive(slot, peer, exact=True), Decode(slot, len(chunks))]
             )
             piece = Piece(offset, numel, Identity().bits, Identity().block, numel, payload=0)
             chunks.append(Chunk((piece,), nbytes, _DTYPE.itemsize))
             offset += numel
     tables = Tables(world)
-    tables.add(tuple(steps), slots, chunks, room_nbytes=room_nbytes)
+    tables.add(Template(tuple(steps), NodeSlots(found, (0, len(pairs)), world)), chunks, room_nbytes)
     return Plan(tables, sum(sent), _DTYPE)
 
 

@@ -1,14 +1,15 @@
 """The algorithms: pure functions from (chunks, rank, world) to a program.
 
-They know neither values nor bytes nor who carries them. A new one is one file here and one line in each of the two
-tables, but for the hierarchy and the broadcast, which look at nodes. A `Topology` names an algorithm and where ranks
-are: all that decides about programs but for the chunks.
+They know neither values nor bytes nor who carries them. A new one is one file here and one line in the table, but for
+the hierarchy and the broadcast, which look at nodes. A `Topology` names an algorithm and where ranks are: all that
+decides about programs but for the chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch_cgx.plan.algorithms import (
     all_gather,
@@ -21,27 +22,27 @@ from torch_cgx.plan.algorithms import (
 )
 from torch_cgx.plan.program import Program
 
-__all__ = ["ALGORITHMS", "IN_SHARES", "N_CHUNKS", "Algorithm", "Topology"]
+__all__ = ["ALGORITHMS", "IN_SHARES", "Flat", "Topology"]
 
-# (which chunks are not empty, rank, world) -> the rank's program
-Algorithm = Callable[[Sequence[bool], int, int], Program]
+
+class Flat(NamedTuple):
+    """An algorithm that does not look at nodes, on slices of one chunk a rank."""
+
+    program: Callable[[Sequence[bool], int, int], Program]  # which chunks are not empty, rank, world
+    depth: Callable[[int], int]  # of so many ranks: the greatest level of a step, see `schedule`
+
+
+def _one_message(world: int) -> int:
+    return int(world > 1)
+
 
 # By the names that CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE have. The last three are no allreduces.
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "SRA": scatter_reduce_allgather.program,
-    "RING": ring.program,
-    "REDUCE_SCATTER": reduce_scatter.program,
-    "ALL_GATHER": all_gather.program,
-    "EXCHANGE": exchange.program,
-}
-
-# world -> into how many chunks a slice is cut
-N_CHUNKS: Mapping[str, Callable[[int], int]] = {
-    "SRA": scatter_reduce_allgather.n_chunks,
-    "RING": ring.n_chunks,
-    "REDUCE_SCATTER": reduce_scatter.n_chunks,
-    "ALL_GATHER": all_gather.n_chunks,
-    "EXCHANGE": exchange.n_chunks,
+ALGORITHMS: Mapping[str, Flat] = {
+    "SRA": Flat(scatter_reduce_allgather.program, scatter_reduce_allgather.depth),
+    "RING": Flat(ring.program, ring.depth),
+    "REDUCE_SCATTER": Flat(reduce_scatter.program, _one_message),
+    "ALL_GATHER": Flat(all_gather.program, _one_message),
+    "EXCHANGE": Flat(exchange.program, _one_message),
 }
 
 # Those that may be compressed and whose chunks are of the ranks' shares: see `layout.make_shares_layout`.
@@ -96,15 +97,24 @@ class Topology:
         if self.root is not None:
             return broadcast.n_chunks(self.nodes)
         if self.is_flat:
-            return N_CHUNKS[self.algorithm](self.world)
+            return self.world
         return hierarchical.n_chunks(self.nodes, self.shares)
+
+    @property
+    def depth(self) -> int:
+        """The greatest level of a step of any rank, see `schedule`."""
+        if self.root is not None:
+            return broadcast.depth(self.nodes, self.root)
+        if self.is_flat:
+            return ALGORITHMS[self.algorithm].depth(self.world)
+        return hierarchical.depth(self.nodes, self.algorithm)
 
     def program(self, nonempty: Sequence[bool], rank: int) -> Program:
         """The steps of one rank."""
         if self.root is not None:
             return broadcast.program(nonempty, rank, self.nodes, self.root)
         if self.is_flat:
-            return ALGORITHMS[self.algorithm](nonempty, rank, self.world)
+            return ALGORITHMS[self.algorithm].program(nonempty, rank, self.world)
         return hierarchical.program(
             nonempty,
             rank,

@@ -7,17 +7,25 @@ own, hands every chunk to all other ranks. Values are exact.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch_cgx.plan.algorithms.flat import check_rank
 from torch_cgx.plan.algorithms.slots import total
 from torch_cgx.plan.program import Decode, Encode, Program, Receive, Send, Step
 
-__all__ = ["n_chunks", "program"]
+__all__ = ["depth", "n_chunks", "program"]
 
 
 def n_chunks(nodes: Sequence[int]) -> int:
     return max(1, len(set(nodes)) - 1)
+
+
+def depth(nodes: Sequence[int], root: int) -> int:
+    """Return how many messages a chunk takes at most: to its speaker, to another, and to a rank of that one's node."""
+    listens = max(Counter(node for node in nodes if node != nodes[root]).values(), default=1) > 1
+    near = int(nodes.count(nodes[root]) > 1)
+    return max(near, min(len(set(nodes)) - 1, 2) + listens)
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, nodes: Sequence[int], root: int) -> Program:
@@ -49,7 +57,9 @@ def program(chunks_nonempty: Sequence[bool], rank: int, nodes: Sequence[int], ro
         mine = is_speaker and speakers[chunk] == rank
         source = (root if mine else speakers[chunk]) if is_speaker else here
         listeners = [peer for peer in speakers if mine and peer != rank] + (home if is_speaker else [])
-        steps.append(Receive(total(chunk), source))
+        # My speaker, or I, got its own chunk from the root, and the others by one message more.
+        level = 1 if here == root else 2 - (speakers[chunk] == here) + (not is_speaker)
+        steps.append(Receive(total(chunk), source, level, exact=True))
         steps.extend(Send(total(chunk), peer) for peer in listeners)
         steps.append(Decode(total(chunk), chunk))
     return tuple(steps)

@@ -12,11 +12,7 @@ from torch_cgx.plan.algorithms.flat import in_turn, owned_chunks
 from torch_cgx.plan.algorithms.slots import part
 from torch_cgx.plan.program import Decode, Encode, Program, Receive, Send, Step
 
-__all__ = ["n_chunks", "program"]
-
-
-def n_chunks(world: int) -> int:
-    return world
+__all__ = ["program"]
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
@@ -37,6 +33,6 @@ def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
         steps.append(Encode(peer, part(rank, peer), exact=True))
         steps.append(Send(part(rank, peer), peer))
     for peer in reversed(peers):
-        steps.append(Receive(part(peer, rank), peer))
+        steps.append(Receive(part(peer, rank), peer, exact=True))
         steps.append(Decode(part(peer, rank), peer))
     return tuple(steps)

@@ -11,8 +11,9 @@ flat algorithm.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 from torch_cgx.plan.algorithms import ring, scatter_reduce_allgather
@@ -20,7 +21,7 @@ from torch_cgx.plan.algorithms.flat import check_rank
 from torch_cgx.plan.algorithms.slots import inside
 from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Step
 
-__all__ = ["CROSS", "Among", "check_nodes", "most_shares", "n_chunks", "program"]
+__all__ = ["CROSS", "Among", "check_nodes", "depth", "most_shares", "n_chunks", "program"]
 
 _T = TypeVar("_T")
 
@@ -36,6 +37,7 @@ class Among(Protocol):
         listeners: Sequence[int] = (),
         *,
         exact: bool = False,
+        level: int = 0,
     ) -> list[Step]: ...
 
 
@@ -43,6 +45,11 @@ class Among(Protocol):
 CROSS: Mapping[str, Among] = {
     "SRA": scatter_reduce_allgather.among,
     "RING": ring.among,
+}
+
+CROSS_DEPTH: Mapping[str, Callable[[int], int]] = {
+    "SRA": scatter_reduce_allgather.depth,
+    "RING": ring.depth,
 }
 
 
@@ -53,6 +60,12 @@ def most_shares(nodes: Sequence[int]) -> int:
 
 def n_chunks(nodes: Sequence[int], shares: int) -> int:
     return shares * len(set(nodes))
+
+
+def depth(nodes: Sequence[int], cross: str) -> int:
+    """Return how many messages follow each other: to a speaker, what speakers have, and from one to its node."""
+    n_nodes = len(set(nodes))
+    return CROSS_DEPTH[cross](n_nodes) + 2 * (len(nodes) > n_nodes)
 
 
 def check_nodes(nodes: Sequence[int], shares: int, cross: str) -> None:
@@ -89,19 +102,11 @@ def program(
         raise ValueError(f"chunks: expected {n_chunks(nodes, shares)}, got {len(chunks_nonempty)}")
     if len(nodes) == 1:
         return ()
-    members = [[peer for peer, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
+    members = _members(tuple(nodes))
     home = next(ranks for ranks in members if rank in ranks)
     place = home.index(rank)
-
-    # What the speaker of each share on my node does across nodes, and sends on within.
-    spoken: list[list[Step]] = []
-    for share, speaker in enumerate(home[:shares]):
-        first = share * len(members)
-        chunks = [first + node if chunks_nonempty[first + node] else None for node in range(len(members))]
-        speakers = [ranks[share] for ranks in members]
-        listeners = [peer for peer in home if peer != speaker]
-        exact = not compress_inside and len(members) == 1
-        spoken.append(CROSS[cross](speakers, chunks, speaker, listeners, exact=exact))
+    exact_sums = not compress_inside and len(members) == 1
+    spoken = _spoken(members, home, tuple(chunks_nonempty), shares, cross, exact_sums)
 
     # From the share after mine on, so that not all ranks write to the same speaker.
     others = [share % shares for share in range(place + 1, place + 1 + shares) if share % shares != place]
@@ -110,11 +115,42 @@ def program(
         steps.append(Encode(chunk, inside(rank, chunk), not compress_inside))
         steps.append(Send(inside(rank, chunk), home[chunk // len(members)]))
     if place < shares:
-        steps.extend(_gathering(spoken[place], [peer for peer in home if peer != rank]))
-    for decode in _in_turn([_handed_on(spoken[share], rank) for share in others]):
-        steps.append(Receive(decode.slot, home[decode.chunk // len(members)]))
+        steps.extend(_gathering(spoken[place], [peer for peer in home if peer != rank], not compress_inside))
+    for decode, level in _in_turn([_handed_on(spoken[share], rank) for share in others]):
+        speaker = home[decode.chunk // len(members)]
+        steps.append(Receive(decode.slot, speaker, level, exact_sums))
         steps.append(decode)
     return tuple(steps)
+
+
+@lru_cache(maxsize=64)
+def _members(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node."""
+    members: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    return tuple(map(tuple, members.values()))
+
+
+@lru_cache(maxsize=256)
+def _spoken(
+    members: tuple[tuple[int, ...], ...],
+    home: tuple[int, ...],
+    nonempty: tuple[bool, ...],
+    shares: int,
+    cross: str,
+    exact: bool,
+) -> list[list[Step]]:
+    """What the speaker of each share on a node does across nodes, and sends on within; all ranks of it ask for that."""
+    spoken: list[list[Step]] = []
+    for share, speaker in enumerate(home[:shares]):
+        first = share * len(members)
+        chunks = [first + node if nonempty[first + node] else None for node in range(len(members))]
+        speakers = [ranks[share] for ranks in members]
+        listeners = [peer for peer in home if peer != speaker]
+        level = int(any(len(ranks) > 1 for ranks in members))  # speakers wait for their nodes first
+        spoken.append(CROSS[cross](speakers, chunks, speaker, listeners, exact=exact, level=level))
+    return spoken
 
 
 def _needed(spoken: Sequence[Step]) -> list[int]:
@@ -122,7 +158,7 @@ def _needed(spoken: Sequence[Step]) -> list[int]:
     return [step.chunk for step in spoken if isinstance(step, Encode | Reduce)]
 
 
-def _gathering(spoken: Sequence[Step], peers: Sequence[int]) -> Iterator[Step]:
+def _gathering(spoken: Sequence[Step], peers: Sequence[int], exact: bool) -> Iterator[Step]:
     """A speaker's steps, with those that add its node's values, before it waits for other nodes' sums to add."""
     waits: list[Step] = []
     for step in spoken:
@@ -130,22 +166,28 @@ def _gathering(spoken: Sequence[Step], peers: Sequence[int]) -> Iterator[Step]:
             waits.append(step)
             continue
         if isinstance(step, Reduce) and not step.inputs:  # one node alone: all are coded alike, and summed up at once
-            yield from (Receive(inside(peer, step.chunk), peer) for peer in peers)
+            yield from (Receive(inside(peer, step.chunk), peer, exact=exact) for peer in peers)
             step = replace(step, inputs=tuple(inside(peer, step.chunk) for peer in peers))
         elif isinstance(step, Encode | Reduce):
             for peer in peers:
-                yield Receive(inside(peer, step.chunk), peer)
+                yield Receive(inside(peer, step.chunk), peer, exact=exact)
                 yield Add(inside(peer, step.chunk), step.chunk)
         yield from waits
         yield step
         waits.clear()
 
 
-def _handed_on(spoken: Sequence[Step], listener: int) -> list[Decode]:
-    """What a listener does with the sums, in the order in which the speaker sends them."""
+def _handed_on(spoken: Sequence[Step], listener: int) -> list[tuple[Decode, int]]:
+    """What a listener does with the sums, in the order in which the speaker sends them, and at which levels."""
     chunks = {step.slot: step.chunk for step in spoken if isinstance(step, Reduce | Decode)}
-    sent = [step.slot for step in spoken if isinstance(step, Send) and step.peer == listener]
-    return [Decode(slot, chunks[slot]) for slot in sent]
+    handed_on = []
+    level = 1  # a speaker has waited for its node before
+    for step in spoken:
+        if isinstance(step, Receive):
+            level = max(level, step.level)
+        elif isinstance(step, Send) and step.peer == listener:
+            handed_on.append((Decode(step.slot, chunks[step.slot]), level + 1))
+    return handed_on
 
 
 def _in_turn(lists: Sequence[Sequence[_T]]) -> Iterator[_T]:

@@ -12,11 +12,7 @@ from torch_cgx.plan.algorithms.flat import in_turn, owned_chunks
 from torch_cgx.plan.algorithms.slots import part
 from torch_cgx.plan.program import Encode, Program, Receive, Send, Step, Sum
 
-__all__ = ["n_chunks", "program"]
-
-
-def n_chunks(world: int) -> int:
-    return world
+__all__ = ["program"]
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:

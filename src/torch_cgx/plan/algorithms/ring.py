@@ -13,11 +13,11 @@ from torch_cgx.plan.algorithms.flat import owned_chunks
 from torch_cgx.plan.algorithms.slots import hop, total
 from torch_cgx.plan.program import Decode, Encode, Program, Receive, Reduce, Send, Step
 
-__all__ = ["among", "n_chunks", "program"]
+__all__ = ["among", "depth", "program"]
 
 
-def n_chunks(world: int) -> int:
-    return world
+def depth(world: int) -> int:
+    return 2 * (world - 1)
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
@@ -33,8 +33,9 @@ def among(
     listeners: Sequence[int] = (),
     *,
     exact: bool = False,
+    level: int = 0,
 ) -> list[Step]:
-    """The steps of one of these ranks, who own one of these chunks each; None: an empty one.
+    """The steps of one of these ranks, who own one of these chunks each; None: an empty one. They begin at a level.
 
     1. Reduce-scatter: a chunk's way starts behind its owner. Encode my values of the chunk before mine and send them
        on; then, chunk by chunk backwards, receive a sum so far, add my values, encode and send it on. The last is
@@ -56,21 +57,21 @@ def among(
         if distance == 1:
             steps.append(Encode(chunk, hop(rank, chunk), exact))
         else:
-            steps.append(Receive(hop(before, chunk), before))
+            steps.append(Receive(hop(before, chunk), before, level + distance - 1, exact))
             steps.append(Reduce((hop(before, chunk),), chunk, hop(rank, chunk), final=False, exact=exact))
         steps.append(Send(hop(rank, chunk), after))
 
     if mine is not None:
         alone = len(ranks) == 1
         if not alone:
-            steps.append(Receive(hop(before, mine), before))
+            steps.append(Receive(hop(before, mine), before, level + len(ranks) - 1, exact))
         steps.append(Reduce(() if alone else (hop(before, mine),), mine, total(mine), exact=exact))
         steps.extend(Send(total(mine), peer) for peer in (*(() if alone else (after,)), *listeners))
 
-    for chunk in backwards:
+    for distance, chunk in enumerate(backwards, start=1):
         if chunk is None:
             continue
-        steps.append(Receive(total(chunk), before))
+        steps.append(Receive(total(chunk), before, level + len(ranks) - 1 + distance, exact))
         if chunk != chunks[(me + 1) % len(ranks)]:
             steps.append(Send(total(chunk), after))
         steps.extend(Send(total(chunk), listener) for listener in listeners)

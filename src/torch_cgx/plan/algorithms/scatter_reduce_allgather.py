@@ -12,11 +12,11 @@ from torch_cgx.plan.algorithms.flat import owned_chunks
 from torch_cgx.plan.algorithms.slots import part, total
 from torch_cgx.plan.program import Decode, Encode, Program, Receive, Reduce, Send, Step
 
-__all__ = ["among", "n_chunks", "program"]
+__all__ = ["among", "depth", "program"]
 
 
-def n_chunks(world: int) -> int:
-    return world
+def depth(world: int) -> int:
+    return 2 if world > 1 else 0
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
@@ -32,8 +32,9 @@ def among(
     listeners: Sequence[int] = (),
     *,
     exact: bool = False,
+    level: int = 0,
 ) -> list[Step]:
-    """The steps of one of these ranks, who own one of these chunks each; None: an empty one.
+    """The steps of one of these ranks, who own one of these chunks each; None: an empty one. They begin at a level.
 
     1. Scatter: for each peer, encode my values of its chunk and send them to it.
     2. Reduce: receive all peers' values of my chunk, add them to mine in the order of the ranks, encode the sum.
@@ -50,19 +51,22 @@ def among(
     steps: list[Step] = []
 
     for owner, chunk in others:
-        steps.append(Encode(chunk, part(rank, chunk), exact))
-        steps.append(Send(part(rank, chunk), owner))
+        slot = part(rank, chunk)
+        steps.append(Encode(chunk, slot, exact))
+        steps.append(Send(slot, owner))
 
     if mine is not None:
         # The rank before me starts with my chunk, so that its part comes first.
-        steps.extend(Receive(part(peer, mine), peer) for peer in reversed(peers))
+        steps.extend(Receive(part(peer, mine), peer, level + 1, exact) for peer in reversed(peers))
         parts = tuple(part(peer, mine) for peer in ranks if peer != rank)
-        steps.append(Reduce(parts, mine, total(mine), exact=exact))
-        steps.extend(Send(total(mine), peer) for peer in (*peers, *listeners))
+        slot = total(mine)
+        steps.append(Reduce(parts, mine, slot, exact=exact))
+        steps.extend(Send(slot, peer) for peer in (*peers, *listeners))
 
     for owner, chunk in others:
-        steps.append(Receive(total(chunk), owner))
-        steps.extend(Send(total(chunk), listener) for listener in listeners)
-        steps.append(Decode(total(chunk), chunk))
+        slot = total(chunk)
+        steps.append(Receive(slot, owner, level + 2, exact))
+        steps.extend(Send(slot, listener) for listener in listeners)
+        steps.append(Decode(slot, chunk))
 
     return steps

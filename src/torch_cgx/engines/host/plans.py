@@ -1,0 +1,275 @@
+"""Plans: everything that one rank does in one operation, as the tables that csrc/engine runs.
+
+A rank makes its own plan from its own program and those of its node, not from everybody's: on 256 hosts that is one
+program instead of 256. Its slots are numbered for itself alone; what passes between two ranks stands in the same order
+in the tables of both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+import torch
+
+from torch_cgx import _native
+from torch_cgx.errors import SharedMemoryError
+from torch_cgx.kernels import Piece
+from torch_cgx.kernels.native import DTYPES
+from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.layout import Chunk, Layer, Layout
+from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Sum
+from torch_cgx.plan.programs import NodeSlots, layout_for, node_slots_for, program_for
+from torch_cgx.plan.schedule import levels_of
+
+__all__ = ["Plan", "Tables", "Template", "make_plan"]
+
+_ALIGNMENT = 64  # bytes: no two slots share a cache line
+_MARK_NBYTES = 16  # by which a rank tells its node that a payload is there
+_BYTES = 4  # a dtype of csrc/include/cgx.h: values that are only moved
+_KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5, Add: 6}
+
+# The most of a slice, in bytes of values and of payloads. Small enough that what is encoded is still in the cache
+# when its sum is decoded over it, and that payloads stay there too; large enough that two meetings of all ranks a
+# slice cost little. The payload's bound: 25 MB exact on two ranks took 3.6 ms at 1 MB and 4.5 at 4 (one run each).
+# The values' bound is a weak choice among about five that were tried, on a noisy machine: on two ranks 1 to 8 MB were
+# alike; on four ranks and two cores 25 MB at 4 bits took 9.4 to 10.7 ms at 0.5 MB and 10.6 to 14.3 at 2 in one
+# session, but 15 ms at 0.5 MB in another. Nothing shows that it matters to a busy main thread.
+PIPELINE_PAYLOAD_NBYTES = 1 << 20
+
+
+# Over links: values of a slice per rank, so that a message has 32 KB at 4 bits, and how many slices are under way.
+# Between two hosts at 1 Gbit/s, 25 MB at 4 bits take longer while the main thread is busy in Python: 1.21 and 1.31x
+# with a lag of 2 slices between the levels of SRA, 1.04 with 4, 1.20 with 8 (other work ran beside the last two).
+# Payloads on their way must outlast the time that the scheduler takes to let this thread in. At 10 Gbit/s 2 and 4 are
+# alike.
+LINK_CHUNK_NBYTES = 256 << 10
+LINK_SLICES = 8
+MOVED_CHUNK_NBYTES = 128 << 10  # at least so much from a rank to another, of what is only moved through memory
+MOST_LAG = 4
+
+
+def link_lag(depth: int) -> int:
+    """Return how many slices later the next level of a slice runs over links, for programs of this depth."""
+    return max(1, min(MOST_LAG, LINK_SLICES // max(depth, 1)))
+
+
+def pipeline_values_nbytes(world: int) -> int:
+    """The most values of a slice: 4 MB on two ranks, 0.5 MB on four, at least 0.25 MB and 2 KB a pair of ranks."""
+    return max((32 << 20) // world**3, 256 << 10, world**2 * (2 << 10))
+
+
+class Plan:
+    """One rank's tables; immutable, and used by any number of operations."""
+
+    def __init__(self, tables: Tables, payload_nbytes: int, dtype: torch.dtype) -> None:
+        self.memory_nbytes = tables.memory_nbytes
+        self.payload_nbytes = payload_nbytes
+        lib = _native.library()
+        assert lib is not None
+        self._free = lib.cgx_plan_free
+        self.handle = tables.build(lib, _BYTES if dtype is torch.uint8 else DTYPES[dtype])
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._free(self.handle)
+
+
+class Template:
+    """One rank's rows for all slices in which the same chunks are empty, but for what differs between such slices."""
+
+    def __init__(self, program: Program, node: NodeSlots) -> None:
+        chunk_of: dict[str, int] = {}
+        for step in program:
+            if isinstance(step, (Reduce, Sum)):
+                chunk_of |= dict.fromkeys(step.inputs, step.chunk)
+            if not isinstance(step, (Send, Receive, Sum)):
+                chunk_of[step.slot] = step.chunk
+        # The same order on both sides of a message, which is known by its number.
+        names = sorted(chunk_of)
+        index = {name: number for number, name in enumerate(names)}
+        self.n_places, self.n_flags = node.n_places, node.n_flags
+        self.slots = [(chunk_of[name], node.found[name]) for name in names]
+        self.inputs: list[int] = []
+        # Of each step: kind, slot, peer, chunk (-1: none), whether it is exact, first input, inputs, partial, level.
+        self.steps: list[tuple[int, int, int, int, bool, int, int, int, int]] = []
+        for step, level in zip(program, levels_of(program), strict=True):
+            name = step.inputs[0] if isinstance(step, Sum) else step.slot
+            peer, chunk = (step.peer, -1) if isinstance(step, (Send, Receive)) else (0, step.chunk)
+            inputs = step.inputs if isinstance(step, (Reduce, Sum)) else ()
+            partial = isinstance(step, Reduce) and not step.final
+            exact = node.found[name].exact
+            row = (index[name], peer, chunk, exact, len(self.inputs), len(inputs), int(partial), level)
+            self.steps.append((_KINDS[type(step)], *row))
+            self.inputs.extend(index[each] for each in inputs)
+
+
+class Tables:
+    """Collects the rows of a plan, slice by slice.
+
+    With `lag` 0 the steps of a slice come after all steps of the slice before it, and two slices share the memory.
+    Otherwise level l of slice t runs in tick t + l * lag, so that payloads travel while other slices are computed.
+    """
+
+    def __init__(self, world: int, lag: int = 0, depth: int = 0) -> None:
+        self._world = world
+        self._lag = lag
+        self._depth = depth
+        self.ring = lag * depth + 2  # one more than are under way: their payloads may still wait to be sent
+        self._pieces: list[tuple[int, ...]] = []
+        self._slots: list[tuple[int, ...]] = []
+        self._inputs: list[int] = []
+        self._steps: list[tuple[int, ...]] = []
+        self._turns: list[int] = []  # of each step: grows with its tick, and within that with its level
+        self._slices = 0
+        self._n_flags = 0
+        self.part_nbytes = 0
+
+    def add(self, template: Template, chunks: Sequence[Chunk], room_nbytes: int | None = None) -> None:
+        """Add one slice. `room_nbytes`: of every place; None: as much as the longest payload needs."""
+        first_slot, first_input, number = len(self._slots), len(self._inputs), self._slices
+        rooms = _rooms(template.n_places, chunks) if room_nbytes is None else (room_nbytes, room_nbytes)
+        starts = (0, template.n_places[False] * rooms[False])
+        for chunk, slot in template.slots:
+            offset = starts[slot.exact] + slot.place * rooms[slot.exact]
+            nbytes = chunks[chunk].coded(slot.exact).nbytes
+            self._slots.append((offset, nbytes, slot.writer, slot.flag, number))
+        self.part_nbytes = max(self.part_nbytes, starts[True] + template.n_places[True] * rooms[True])
+        self._n_flags = max(self._n_flags, template.n_flags)
+        self._inputs.extend(first_slot + slot for slot in template.inputs)
+        first_pieces: dict[tuple[int, bool], tuple[int, int]] = {}
+        for kind, slot_number, peer, chunk, exact, inputs_at, n_inputs, partial, level in template.steps:
+            pieces = (0, 0)
+            if chunk >= 0:
+                coded = chunks[chunk].coded(exact)
+                if kind == _KINDS[Sum]:
+                    pieces = self._add_pieces(coded.in_share)
+                elif (chunk, exact) in first_pieces:
+                    pieces = first_pieces[chunk, exact]
+                else:
+                    pieces = first_pieces[chunk, exact] = self._add_pieces(coded.pieces)
+            row = (kind, first_slot + slot_number, peer, *pieces, first_input + inputs_at, n_inputs, partial)
+            self._steps.append(row)
+            self._turns.append((number + self._lag * level) * (self._depth + 1) + level if self._lag else number)
+        self._slices += 1
+
+    @property
+    def memory_nbytes(self) -> int:
+        return self.ring * self.part_nbytes
+
+    def _add_pieces(self, pieces: Sequence[Piece]) -> tuple[int, int]:
+        """The first one's row, and how many there are."""
+        first = len(self._pieces)
+        self._pieces.extend((p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits) for p in pieces)
+        return first, len(pieces)
+
+    def build(self, lib: ctypes.CDLL, dtype: int) -> int:
+        # Steps of one level stay in the program's order.
+        order = sorted(range(len(self._steps)), key=self._turns.__getitem__)
+        pieces, slots = _array(_native.Piece, self._pieces), _array(_native.Slot, self._slots)
+        steps = _array(_native.Step, (self._steps[number] for number in order))
+        inputs = (ctypes.c_int64 * len(self._inputs))(*self._inputs)
+        handle = lib.cgx_plan_new(
+            self._world,
+            dtype,
+            pieces,
+            len(pieces),
+            slots,
+            len(slots),
+            inputs,
+            len(inputs),
+            steps,
+            len(steps),
+            self._slices,
+            self.ring,
+            self.part_nbytes,
+            self._n_flags,
+        )
+        assert handle, "the native library found an inconsistent plan"
+        return int(handle)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _rooms(n_places: tuple[int, int], chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Return how long places are, so that any payload fits: compressed and exact ones."""
+    longest = (max(chunk.coded(exact).nbytes for chunk in chunks) if n_places[exact] else 0 for exact in (False, True))
+    compressed, exact = (_aligned(nbytes) for nbytes in longest)
+    return compressed, exact
+
+
+def _array(kind: type[ctypes.Structure], rows: Iterable[tuple[int, ...]]) -> ctypes.Array[ctypes.Structure]:
+    """Rows of a structure whose fields are all of 64 bits."""
+    words = array("q", chain.from_iterable(rows))
+    return (kind * (len(words) * words.itemsize // ctypes.sizeof(kind))).from_buffer(words)
+
+
+def make_plan(
+    layers: Sequence[Layer],
+    rank: int,
+    topology: Topology,
+    dtype: torch.dtype,
+    *,
+    nodes: Sequence[int],
+    slice_nbytes: int,
+    limit_nbytes: int,
+) -> Plan:
+    """Return the plan with the largest slices, up to `slice_nbytes`, whose payloads fit into `limit_nbytes`.
+
+    `nodes`: by rank, a number of what shares memory with it. All ranks find the same slices.
+    """
+    homes = _homes(nodes)
+    linked = len(homes) > 1
+    values_nbytes = sum(layer.numel for layer in layers) * dtype.itemsize
+    payload_nbytes = sum(layer.quantizer.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
+    within_payload = PIPELINE_PAYLOAD_NBYTES * values_nbytes // max(payload_nbytes, 1)
+    in_memory = min(pipeline_values_nbytes(topology.world), within_payload)
+    largest = LINK_CHUNK_NBYTES * topology.n_chunks if linked else in_memory
+    if dtype is torch.uint8:  # an exchange has places for all pairs of ranks, and many slices of them take long to make
+        largest = max(largest, topology.world * MOVED_CHUNK_NBYTES)
+    slice_nbytes = max(1, min(slice_nbytes, largest))
+    lag = link_lag(topology.depth) if linked else 0
+    tables = Tables(topology.world, lag, topology.depth)
+    while True:
+        layout = layout_for(topology, layers, dtype.itemsize, slice_nbytes)
+        memory_nbytes = tables.ring * _most_nbytes(layout, topology, max(homes.values(), key=len), linked)
+        if memory_nbytes <= limit_nbytes:
+            break
+        if slice_nbytes <= 1024:
+            raise SharedMemoryError(
+                f"a block of {max(layer.quantizer.block for layer in layers)} values needs "
+                f"{memory_nbytes} bytes of memory, and the group may take {limit_nbytes}: "
+                "make /dev/shm larger or blocks smaller"
+            )
+        slice_nbytes //= 2
+    templates: dict[tuple[bool, ...], Template] = {}
+    for part in layout.slices:
+        nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
+        if nonempty not in templates:
+            node = node_slots_for(topology, nonempty, homes[nodes[rank]], rank)
+            templates[nonempty] = Template(program_for(topology, nonempty, rank), node)
+        tables.add(templates[nonempty], part.chunks)
+    return Plan(tables, sum(part.nbytes for part in layout.slices), dtype)
+
+
+def _homes(nodes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
+    """Return the ranks of each node."""
+    homes: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        homes.setdefault(node, []).append(rank)
+    return {node: tuple(ranks) for node, ranks in homes.items()}
+
+
+def _most_nbytes(layout: Layout, topology: Topology, home: tuple[int, ...], linked: bool) -> int:
+    """Return what the largest slice needs on a node, the first of the largest, which has most payloads."""
+    most = 0
+    for part in layout.slices:
+        nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
+        n_places = node_slots_for(topology, nonempty, home, home[0]).n_places
+        needed = sum(count * room for count, room in zip(n_places, _rooms(n_places, part.chunks), strict=True))
+        most = max(most, needed + linked * (sum(n_places) * _MARK_NBYTES + _ALIGNMENT))
+    return most
