@@ -113,6 +113,7 @@ int64_t Group::note(const cgx_call& call) {
 int64_t Group::submit(const cgx_call& call, cgx_submission* what) {
   if (closed_.load()) return CGX_ERROR_CLOSED;
   if (status_.load() != CGX_OK) return status_.load();
+  if (what->plan && what->plan->world != world_) return CGX_ERROR_ARGUMENT;
   const bool runs_here = linked_ || (what->plan && what->plan->in_slice_order && what->plan->ring == 2 &&
                                      what->plan->n_flags <= layout_.flags_per_rank);
   if (!runs_here) return CGX_ERROR_ARGUMENT;

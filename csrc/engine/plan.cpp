@@ -25,7 +25,9 @@ int64_t payload_end(const cgx_plan& plan, const cgx_step& step) {
 }  // namespace
 
 bool cgx_plan::consistent(int64_t world) const {
-  if (n_slices < 0 || ring < 2 || part_nbytes < 0 || slots.size() > UINT32_MAX || n_flags > UINT32_MAX) return false;
+  if (world < 1 || n_flags < 0 || n_slices < 0 || ring < 2 || part_nbytes < 0 || slots.size() > UINT32_MAX ||
+      n_flags > UINT32_MAX)
+    return false;
   std::vector<bool> received(slots.size());
   for (const cgx_slot& slot : slots) {
     if (slot.offset < 0 || slot.nbytes < 0 || slot.offset > part_nbytes - slot.nbytes) return false;
@@ -117,6 +119,7 @@ cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_
                        int64_t n_slots, const int64_t* inputs, int64_t n_inputs, const cgx_step* steps, int64_t n_steps,
                        int64_t n_slices, int64_t ring, int64_t part_nbytes, int64_t n_flags) try {
   auto plan = std::make_unique<cgx_plan>();
+  plan->world = world;
   plan->dtype = dtype;
   plan->pieces.assign(pieces, pieces + n_pieces);
   plan->slots.assign(slots, slots + n_slots);

@@ -7,6 +7,7 @@
 #include "cgx.h"
 
 struct cgx_plan {
+  int64_t world;
   int dtype;
   std::vector<cgx_piece> pieces;
   std::vector<cgx_slot> slots;
@@ -18,8 +19,8 @@ struct cgx_plan {
   int64_t n_flags;
 
   // Found when the plan is made.
-  std::vector<int64_t> slice_steps;            // by slice: how many steps it has
-  std::vector<uint32_t> messages;              // by step: the number of what it sends, among all that its peer gets
+  std::vector<int64_t> slice_steps;  // by slice: how many steps it has
+  std::vector<uint32_t> messages;    // by step: the number of what it sends, among all from this rank to its peer
   std::vector<std::vector<int64_t>> incoming;  // by peer: the slots that it sends, by the numbers of its messages
   std::vector<int64_t> peers;                  // that payloads go to or come from
   std::vector<int64_t> sources;                // of moved bytes: those of them that payloads only come from

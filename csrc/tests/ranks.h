@@ -142,7 +142,7 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
   const std::vector<cgx_step> ordered = steps.in_order();
   Plan plan(cgx_plan_new(world, CGX_FLOAT32, pieces.data(), int64_t(pieces.size()), slots.data(), int64_t(slots.size()),
                          inputs.data(), int64_t(inputs.size()), ordered.data(), int64_t(ordered.size()), slice,
-                         steps.ring(), part_nbytes, world * world));
+                         steps.ring(), part_nbytes, joint.node_ranks == 1 ? world : world * world));
   if (!plan) fail("an inconsistent plan");
   return plan;
 }
@@ -193,7 +193,7 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
   const std::vector<cgx_step> ordered = steps.in_order();
   Plan plan(cgx_plan_new(world, CGX_FLOAT32, pieces.data(), int64_t(pieces.size()), slots.data(), int64_t(slots.size()),
                          inputs.data(), int64_t(inputs.size()), ordered.data(), int64_t(ordered.size()), slice,
-                         steps.ring(), part_nbytes, world * world));
+                         steps.ring(), part_nbytes, joint.node_ranks == 1 ? world : world * world));
   if (!plan) fail("an inconsistent plan");
   return plan;
 }

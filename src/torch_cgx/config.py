@@ -122,7 +122,7 @@ class Settings:
             cross_communicator=None if cross == "NCCL" else cross,
             cuda_communicator="SHM" if inner == "SHM" else "NCCL",
             inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", reductions),
-            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", reductions),
+            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", (*reductions, "GRID")),
             intra_broadcast=read.flag("CGX_INTRA_BROADCAST", True),
             intra_compress=read.flag("CGX_INTRA_COMPRESS", True),
             streams=read.integer("CGX_STREAMS", 1, 1, 16),

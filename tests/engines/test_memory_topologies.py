@@ -27,6 +27,8 @@ KERNELS: list[Kernels] = [ReferenceKernels(), *([default_kernels()] if available
 
 TOPOLOGIES = [
     *(Topology.flat(algorithm, world) for algorithm in ("SRA", "RING") for world in (2, 3, 5)),
+    Topology.flat("GRID", 6),
+    Topology("GRID", (0, 1, 2, 3, 3, 0), 1, False),
     Topology("SRA", (0, 0, 1, 1)),
     Topology("SRA", (0, 1, 1, 0, 0), 2, False),
     Topology("SRA", (5, 2, 5, 5), 1, False),

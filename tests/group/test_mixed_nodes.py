@@ -43,6 +43,12 @@ HIERARCHIES = [
         {"CGX_INTRA_BROADCAST": "0", "CGX_INTRA_COMPRESS": "0", "CGX_CROSS_REDUCTION_TYPE": "RING"},
         Topology("RING", (0, 1, 0, 1, 0, 1), shares=3, compress_inside=False),
     ),
+    ("0123", {"CGX_CROSS_REDUCTION_TYPE": "GRID"}, Topology.flat("GRID", 4)),
+    (
+        "001233",
+        {"CGX_INTRA_COMPRESS": "0", "CGX_CROSS_REDUCTION_TYPE": "GRID"},
+        Topology("GRID", (0, 0, 1, 2, 3, 3), compress_inside=False),
+    ),
 ]
 
 

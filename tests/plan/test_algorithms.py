@@ -18,6 +18,7 @@ from torch_cgx.plan.algorithms import (
     Topology,
     all_gather,
     exchange,
+    grid,
     hierarchical,
     reduce_scatter,
     ring,
@@ -100,7 +101,7 @@ def test_a_reduce_scatter_quantizes_once_and_sends_every_peer_its_share(world: i
     assert report.quantizations == ({} if world == 1 else dict.fromkeys(range(world), 1))
     assert report.messages == (world - 1,) * world
     assert report.sent_nbytes == tuple(sum(sizes) - sizes[rank] for rank in range(world))
-    assert all(message.receiver == message.chunk for message in report.sent)
+    assert all((message.receiver,) == message.chunks for message in report.sent)
 
 
 @pytest.mark.parametrize("world", range(1, 13))
@@ -111,7 +112,7 @@ def test_an_all_gather_quantizes_once_and_sends_its_share_to_every_peer(world: i
     assert report.quantizations == ({} if world == 1 else dict.fromkeys(range(world), 1))
     assert report.messages == (world - 1,) * world
     assert report.sent_nbytes == tuple((world - 1) * sizes[rank] for rank in range(world))
-    assert all(message.sender == message.chunk for message in report.sent)
+    assert all((message.sender,) == message.chunks for message in report.sent)
 
 
 @pytest.mark.parametrize("world", range(1, 9))
@@ -171,7 +172,7 @@ def test_no_step_of_a_program_in_shares_can_be_left_out(algorithm: str, world: i
 @pytest.mark.parametrize("algorithm", IN_SHARES)
 def test_shares_are_of_ranks_not_of_nodes(algorithm: str) -> None:
     """Where several ranks are on one node the programs are the same: there is no hierarchy of shares."""
-    with pytest.raises(ValueError, match=f"expected SRA or RING, got {algorithm}"):
+    with pytest.raises(ValueError, match=f"expected SRA, RING, GRID, got {algorithm}"):
         Topology(algorithm, (0, 0, 1))
 
 
@@ -198,7 +199,7 @@ def test_a_broadcast_reaches_all_ranks_and_sends_each_node_every_value_once(node
 def test_an_exchange_sends_every_peer_its_share_alone(world: int) -> None:
     report = check_exchange(programs(Topology.flat("EXCHANGE", world)), [NBYTES] * world)
     assert report.sent_nbytes == ((world - 1) * NBYTES,) * world
-    assert all(message.receiver == message.chunk and message.exact for message in report.sent)
+    assert all((message.receiver,) == message.chunks and message.exact for message in report.sent)
 
 
 def test_an_exchange_of_nothing_does_nothing_and_shares_of_different_lengths_are_refused() -> None:
@@ -289,7 +290,7 @@ def test_scrambled_nodes_and_empty_chunks_are_right(topology: Topology, data: st
     report = check(programs(topology, nonempty))
     full = [chunk for chunk, some in enumerate(nonempty) if some]
     assert list(report.quantizations) == (full if topology.world > 1 else [])
-    assert {message.chunk for message in report.sent} <= set(full)
+    assert {chunk for message in report.sent for chunk in message.chunks} <= set(full)
 
 
 @given(topology=topologies(), data=st.data())
@@ -297,7 +298,7 @@ def test_unequal_chunks_cross_as_often_as_equal_ones(topology: Topology, data: s
     sizes = data.draw(st.lists(st.integers(1, 99), min_size=topology.n_chunks, max_size=topology.n_chunks))
     nodes = topology.nodes
     report = check(programs(topology))
-    crossing = [sizes[message.chunk] for message in report.sent if nodes[message.sender] != nodes[message.receiver]]
+    crossing = [sizes[message.chunks[0]] for message in report.sent if nodes[message.sender] != nodes[message.receiver]]
     assert sum(crossing) == 2 * (topology.n_nodes - 1) * sum(sizes)
 
 
@@ -369,7 +370,7 @@ def test_slots_have_one_writer_and_say_how_they_are_coded(topology: Topology) ->
         for step in steps:
             if isinstance(step, Encode | Reduce):
                 slot = slots[step.slot]
-                assert (slot.writer, slot.chunk, slot.exact) == (rank, step.chunk, step.exact)
+                assert (slot.writer, slot.chunks, slot.exact) == (rank, step.chunks, step.exact)
         assert {step.slot for step in steps if isinstance(step, Send | Receive)} <= slots.keys()
 
 
@@ -379,6 +380,8 @@ SMALL = [
     Topology("SRA", (0, 0, 1, 1, 1), 2, False),
     Topology("RING", (0, 1, 2, 2, 0), 1, True),
     Topology("SRA", (0, 0, 0), 1, False),
+    Topology.flat("GRID", 4),
+    Topology("GRID", (0, 0, 1, 2, 3), 1, True),
 ]
 
 
@@ -414,6 +417,7 @@ def test_they_are_registered_by_the_names_that_the_variables_use() -> None:
     assert {name: algorithm.program for name, algorithm in ALGORITHMS.items()} == {
         "SRA": scatter_reduce_allgather.program,
         "RING": ring.program,
+        "GRID": grid.program,
         "REDUCE_SCATTER": reduce_scatter.program,
         "ALL_GATHER": all_gather.program,
         "EXCHANGE": exchange.program,
@@ -440,12 +444,12 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "nodes", "shares", "text"),
     [
-        ("TREE", (0, 1), 1, "expected SRA, RING, REDUCE_SCATTER, ALL_GATHER, EXCHANGE, got TREE"),
+        ("TREE", (0, 1), 1, "expected SRA, RING, GRID, REDUCE_SCATTER, ALL_GATHER, EXCHANGE, got TREE"),
         ("SRA", (), 1, "expected one for each rank, got none"),
         ("SRA", (0, 0, 1), 2, "expected 1 to 1, the ranks of the smallest node, got 2"),
         ("SRA", (0, 0, 1), 0, "expected 1 to 1, the ranks of the smallest node, got 0"),
         ("RING", (0, 1), 2, "expected 1 where every rank is a node of its own, got 2"),
-        ("EXCHANGE", (0, 0, 1), 1, "expected SRA or RING, got EXCHANGE"),
+        ("EXCHANGE", (0, 0, 1), 1, "expected SRA, RING, GRID, got EXCHANGE"),
     ],
 )
 def test_an_impossible_topology_is_refused(algorithm: str, nodes: tuple[int, ...], shares: int, text: str) -> None:

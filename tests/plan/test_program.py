@@ -92,7 +92,7 @@ def test_a_right_pair_of_programs_passes_with_its_bill() -> None:
         quantizations={0: 2},
         messages=(1, 1),
         sent_nbytes=(24, 24),
-        sent=(Message(0, 1, 0, exact=False), Message(1, 0, 0, exact=False)),
+        sent=(Message(0, 1, (0,), exact=False), Message(1, 0, (0,), exact=False)),
     )
     assert check([OWNER, OTHER]).sent_nbytes is None
 
@@ -264,7 +264,7 @@ def test_exact_and_compressed_payloads_have_lengths_of_their_own() -> None:
     programs = [ADDING[0], (Encode(0, "part", exact=True), *OTHER[1:])]
     report = check(programs, [24], [1000])
     assert report.sent_nbytes == (24, 1000)
-    assert report.sent == (Message(0, 1, 0, exact=False), Message(1, 0, 0, exact=True))
+    assert report.sent == (Message(0, 1, (0,), exact=False), Message(1, 0, (0,), exact=True))
     with pytest.raises(ValueError, match=r"exact_nbytes: expected .*, got None"):
         check(programs, [24])
 
@@ -315,7 +315,7 @@ def test_a_reduce_scatter_passes_with_its_bill() -> None:
         quantizations={0: 1, 1: 1},
         messages=(1, 1),
         sent_nbytes=(40, 24),
-        sent=(Message(0, 1, 1, exact=False), Message(1, 0, 0, exact=False)),
+        sent=(Message(0, 1, (1,), exact=False), Message(1, 0, (0,), exact=False)),
     )
     assert check_reduce_scatter(SCATTERING).sent_nbytes is None
     exact: tuple[Program, ...] = tuple((Encode(1 - r, f"p{r}", exact=True), *SCATTERING[r][1:]) for r in (0, 1))
@@ -400,7 +400,7 @@ def test_an_all_gather_passes_with_its_bill() -> None:
         quantizations={0: 1, 1: 1},
         messages=(1, 1),
         sent_nbytes=(24, 40),
-        sent=(Message(0, 1, 0, exact=False), Message(1, 0, 1, exact=False)),
+        sent=(Message(0, 1, (0,), exact=False), Message(1, 0, (1,), exact=False)),
     )
     assert check_all_gather([GATHERING[0][:3], GATHERING[1][3:]]).quantizations == {0: 1}
     exact: Program = (Encode(0, "s0", exact=True), *GATHERING[0][1:])

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from torch_cgx.engines.host.plans import MOST_LAG, Tables, Template, link_lag
+from torch_cgx.engines.host.plans import MOST_LAG, Tables, Template, link_lag, rooms_for
 from torch_cgx.plan.algorithms import Topology
-from torch_cgx.plan.layout import Chunk
+from torch_cgx.plan.layout import Chunk, Slice
 from torch_cgx.plan.programs import node_slots_for, program_for
 
 Pattern = tuple[bool, ...]  # by chunk of a slice: whether it has values
 
 FLOAT32 = 0
 SEND, RECEIVE = 1, 2  # kinds of steps, as csrc/include/cgx.h numbers them
-ALGORITHMS = ("SRA", "RING", "REDUCE_SCATTER", "ALL_GATHER")
+ALGORITHMS = ("SRA", "RING", "GRID", "REDUCE_SCATTER", "ALL_GATHER")
 MOST_RANKS, MOST_NODES = 12, 4
 FULL = Chunk((), nbytes=1, itemsize=4)
 EMPTY = Chunk((), nbytes=0, itemsize=4)
@@ -71,13 +71,14 @@ def cases() -> Iterator[Any]:
             if len(sizes) > MOST_NODES or len(sizes) in (1, world):
                 continue
             nodes = nodes_of(sizes, turns=world % 2 == 0)
-            found = [Case(Topology.flat(algorithm, world), nodes) for algorithm in ALGORITHMS if algorithm != "RING"]
+            flat = [algorithm for algorithm in ALGORITHMS if algorithm not in ("RING", "GRID")]
+            found = [Case(Topology.flat(algorithm, world), nodes) for algorithm in flat]
             found += [
                 Case(Topology(algorithm, nodes, shares), nodes)
-                for algorithm in ("SRA", "RING")
+                for algorithm in ("SRA", "RING", *(("GRID",) if len(sizes) == 4 else ()))
                 for shares in {1, sizes[-1]}
             ]
-            chosen = sizes in ([2, 2], [3, 2, 1], [4, 4, 4])
+            chosen = sizes in ([2, 2], [3, 2, 1], [4, 4, 4], [2, 2, 2, 1])
             yield from (pytest.param(case, marks=() if chosen else pytest.mark.matrix) for case in found)
 
 
@@ -128,9 +129,9 @@ def tables_of(case: Case, patterns: Sequence[Pattern], lag: int = 0) -> list[Tab
         home = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
         tables = Tables(topology.world, lag or link_lag(topology.depth), topology.depth)
         for pattern in patterns:
-            chunks = [FULL if full else EMPTY for full in pattern]
-            node = node_slots_for(topology, pattern, home, rank)
-            tables.add(Template(program_for(topology, pattern, rank), node), chunks)
+            part = Slice(tuple(FULL if full else EMPTY for full in pattern))
+            template = Template(program_for(topology, pattern, rank), node_slots_for(topology, pattern, home, rank))
+            tables.add(template, part, rooms_for(template, part, topology.most_chunks))
         recorder: Any = Recorder()
         tables.build(recorder, FLOAT32)
         plans.append(recorder.tabled)

@@ -18,6 +18,8 @@ from torch_cgx.plan.simulate import ordered
 
 TOPOLOGIES = [
     *(Topology.flat(algorithm, world) for algorithm in ("SRA", "RING") for world in (2, 3, 4, 7)),
+    Topology.flat("GRID", 6),
+    Topology("GRID", (0, 0, 1, 2, 3)),
     Topology("SRA", (0, 0, 1, 1)),
     Topology("SRA", (0, 0, 1, 1), 2, False),
     Topology("RING", (0, 0, 0, 1, 2, 2)),
@@ -31,8 +33,17 @@ N_LEVELS = [
     *((Topology.flat("SRA", world), 3) for world in (2, 5)),  # a part, a sum, and its decoding
     *((Topology.flat("RING", world), 2 * world - 1) for world in (2, 3, 6)),
     *((Topology.flat("REDUCE_SCATTER", world), 2) for world in (2, 5)),
+    (Topology.flat("GRID", 6), 5),  # along a row, a part, a sum, and along a row
     (Topology("SRA", (0, 0, 1, 1)), 5),  # inside, across, across, and handed on
     (Topology("SRA", (0, 0, 0)), 3),
+    (Topology("SRA", (0, 1, 1, 2, 2, 2), 1), 5),
+    (Topology("RING", (0, 1, 1, 2, 2, 2), 1), 7),
+    (Topology("GRID", (0, 1, 2, 3, 3)), 7),
+    *((Topology.flat(algorithm, 4), 2) for algorithm in ("ALL_GATHER", "EXCHANGE")),
+    (Topology.broadcast((0, 0, 0), 0), 2),
+    *((Topology.broadcast(nodes, root), 2) for nodes, root in (((0, 1), 1), ((0, 0, 1), 0))),
+    *((Topology.broadcast(nodes, root), 3) for nodes, root in (((0, 0, 1), 2), ((0, 1, 2), 1), ((0, 1, 1, 0), 0))),
+    *((Topology.broadcast((0, 1, 2, 1, 0), root), 4) for root in range(5)),
 ]
 
 

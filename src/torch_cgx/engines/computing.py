@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from torch_cgx.kernels import Kernels, Rounding
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk, Layout
-from torch_cgx.plan.program import Add, Decode, Encode, Reduce, Sum
+from torch_cgx.plan.program import Add, Compute, Decode, Encode, Join, Reduce, Sum
 
-__all__ = ["PHASES", "Compute", "Reduction", "compute"]
-
-Compute = Encode | Reduce | Add | Sum | Decode
+__all__ = ["PHASES", "Reduction", "compute"]
 
 # What the time of a step is counted as.
-PHASES: dict[type[Compute], str] = {
+PHASES: dict[type[Compute | Join], str] = {
     Encode: "encode_s",
     Reduce: "reduce_s",
     Add: "decode_s",
     Sum: "reduce_s",
     Decode: "decode_s",
+    Join: "reduce_s",
 }
 
 
@@ -45,7 +45,7 @@ class Reduction:
 
 
 def compute(
-    step: Compute,
+    step: Compute | Join,
     operation: Reduction,
     kernels: Kernels,
     slots: dict[str, Tensor],
@@ -54,7 +54,9 @@ def compute(
 ) -> None:
     """Make one step. `coded` says what a slot's payload encodes, and `take` gives memory for a new one."""
     values, rounding, residual = operation.values, operation.rounding, operation.residual
-    if isinstance(step, Encode):
+    if isinstance(step, Join):
+        slots[step.slot] = torch.cat([slots[slot] for slot in step.inputs])
+    elif isinstance(step, Encode):
         chunk = coded(step.slot)
         out = slots[step.slot] = take(chunk.nbytes)
         kernels.encode(chunk.pieces, values, out, rounding.at_stage(0), residual)

@@ -18,7 +18,7 @@ from torch_cgx.errors import ProgramError
 from torch_cgx.kernels import NEAREST, Kernels, Piece, Rounding
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Layout, Slice
-from torch_cgx.plan.program import Add, Encode, Program, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.program import Add, Encode, Join, Program, Receive, Reduce, Send, Step, Sum
 
 __all__ = ["all_gather", "allreduce", "reduce_scatter", "run"]
 
@@ -162,15 +162,17 @@ class _Rank:
         if isinstance(step, Encode):
             out = self._new_slot(step)
             self.kernels.encode(
-                self._pieces(step.chunk, step.exact), self.values, out, self._rounding(0), self.residual
+                self._pieces(step.chunks, step.exact), self.values, out, self._rounding(0), self.residual
             )
         elif isinstance(step, Send):
             payload = self.slots[step.slot]
             self.mail[self.rank, step.peer, step.slot] = payload._replace(data=payload.data.clone())
         elif isinstance(step, Receive):
             self.slots[step.slot] = self.mail.pop((step.peer, self.rank, step.slot))
+        elif isinstance(step, Join):
+            self.slots[step.slot] = _Payload(torch.cat([self.slots[slot].data for slot in step.inputs]), exact=False)
         elif isinstance(step, Reduce):
-            pieces = self._pieces(step.chunk, step.exact)
+            pieces = self._pieces(step.chunks, step.exact)
             inputs = [self.slots[slot].data for slot in step.inputs]
             scale = self.scale if step.final else 1.0
             self.kernels.reduce(
@@ -182,17 +184,17 @@ class _Rank:
             self.kernels.sum(self.part.chunks[step.chunk].in_share, self.share, inputs, self.scale)
         else:
             payload = self.slots[step.slot]
-            pieces = self._pieces(step.chunk, payload.exact)
+            pieces = self._pieces(step.chunks, payload.exact)
             self.kernels.decode(pieces, payload.data, self.values, add=isinstance(step, Add))
 
-    def _pieces(self, chunk: int, exact: bool) -> tuple[Piece, ...]:
-        return self.part.chunks[chunk].coded(exact).pieces
+    def _pieces(self, chunks: tuple[int, ...], exact: bool) -> tuple[Piece, ...]:
+        return self.part.joined(chunks).coded(exact).pieces
 
     def _rounding(self, stage: int) -> Rounding:
         return replace(self.rounding, rank=self.rank, stage=stage)
 
     def _new_slot(self, step: Encode | Reduce) -> Tensor:
-        nbytes = self.part.chunks[step.chunk].coded(step.exact).nbytes
+        nbytes = self.part.joined(step.chunks).coded(step.exact).nbytes
         data = torch.full((nbytes,), _UNWRITTEN, dtype=torch.uint8, device="cpu")
         self.slots[step.slot] = _Payload(data, step.exact)
         return data

@@ -59,7 +59,7 @@ class PlainEngine:
 
         def coded(slot: str) -> Chunk:
             shared = schedule.slots[slot]
-            return part.chunks[shared.chunk].coded(shared.exact)
+            return part.joined(shared.chunks).coded(shared.exact)
 
         for level, steps in enumerate(schedule.levels):
             for step in steps:

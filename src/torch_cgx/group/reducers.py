@@ -133,8 +133,7 @@ class SharedReducer:
         """Return whether a request is carried out on a float32 copy: its sums are made in several steps."""
         if not self._shared.linked or request.tensor.element_size() != 2 or request.only_moves:
             return False
-        topology = self._topology_for(request)
-        return topology.algorithm == "RING" or not topology.is_flat
+        return self._topology_for(request).sums_in_steps
 
     def release(self, completed: int) -> None:
         """Let go of the tensors of operations up to this number, which are done."""

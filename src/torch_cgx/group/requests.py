@@ -157,7 +157,7 @@ class Meanings:
     def _find(self, key: object, request: Request, slice_nbytes: int) -> Meaning:
         tensor, topology = request.tensor, self.topology
         layers = self._place.cut(request)
-        widened = tensor.element_size() == 2 and (not topology.is_flat or topology.algorithm == "RING")
+        widened = tensor.element_size() == 2 and topology.sums_in_steps
         strides = None if tensor.is_contiguous() else tensor.stride()
         facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction, request.factor)
         layout = layout_for(topology, layers, 4 if widened else tensor.element_size(), slice_nbytes)

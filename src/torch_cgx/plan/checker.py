@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch_cgx.errors import ProgramError
-from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Sum
+from torch_cgx.plan.program import Add, Compute, Encode, Join, Program, Receive, Reduce, Send, Sum
 
 __all__ = [
     "Message",
@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
     sender: int
     receiver: int
-    chunk: int
+    chunks: tuple[int, ...]
     exact: bool
 
 
@@ -147,7 +147,9 @@ def _report(
                 "exact_nbytes: expected the lengths of exact payloads, which these programs send, got None"
             )
         sizes = (chunk_nbytes, exact_nbytes or ())
-        sent_nbytes = tuple(sum(sizes[message.exact][message.chunk] for message in rank.sent) for rank in ranks)
+        sent_nbytes = tuple(
+            sum(sizes[message.exact][chunk] for message in rank.sent for chunk in message.chunks) for rank in ranks
+        )
     sent = tuple(message for rank in ranks for message in rank.sent)
     return Report(quantizations, tuple(len(rank.sent) for rank in ranks), sent_nbytes, sent)
 
@@ -182,7 +184,7 @@ class _Rank:
     moving: bool = False
     position: int = 0
     level: int = 0
-    slots: dict[str, _Content] = field(default_factory=dict)
+    slots: dict[str, tuple[_Content, ...]] = field(default_factory=dict)  # by chunk
     values: dict[int, _Content] = field(default_factory=dict)
     shares: dict[int, _Content] = field(default_factory=dict)  # what sums are made in, beside the values
     sent: list[Message] = field(default_factory=list)
@@ -192,21 +194,22 @@ class _Rank:
         step = self.program[self.position]
         return ProgramError(f"rank {self.rank}, step {self.position + 1} ({step}): {problem}")
 
-    def read(self, slot: str) -> _Content:
+    def read(self, slot: str) -> tuple[_Content, ...]:
         if slot not in self.slots:
             raise self.fail(f"slot {slot} is read before it is written")
         return self.slots[slot]
 
-    def read_chunk(self, slot: str, chunk: int) -> _Content:
-        content = self.read(slot)
-        if content.chunk != chunk and not self.moving:
-            raise self.fail(f"slot {slot} holds chunk {content.chunk}, not {chunk}")
-        return content
+    def read_chunks(self, slot: str, chunks: tuple[int, ...]) -> tuple[_Content, ...]:
+        contents = self.read(slot)
+        held = tuple(content.chunk for content in contents)
+        if len(held) != len(chunks) or (held != chunks and not self.moving):
+            raise self.fail(f"slot {slot} holds chunk {_listed(held)}, not {_listed(chunks)}")
+        return contents
 
-    def write(self, slot: str, content: _Content) -> None:
+    def write(self, slot: str, contents: tuple[_Content, ...]) -> None:
         if slot in self.slots:
             raise self.fail(f"slot {slot} is written twice")
-        self.slots[slot] = content
+        self.slots[slot] = contents
 
     def value(self, chunk: int) -> _Content:
         return self.values.get(chunk) or _Content(chunk, {self.rank: 0})
@@ -218,7 +221,7 @@ class _Rank:
     def inputs(self, slots: Iterable[str], chunk: int, exact: bool) -> list[_Content]:
         contents = []
         for slot in slots:
-            content = self.read_chunk(slot, chunk)
+            (content,) = self.read_chunks(slot, (chunk,))
             if content.exact != exact:
                 raise self.fail(f"slot {slot} is {_coding(content.exact)}, and the others are {_coding(exact)}")
             contents.append(content)
@@ -237,13 +240,19 @@ class _Rank:
             raise self.fail("what is summed up was scaled already")
         return _Content(chunk, quantizations, scaled=scaled)
 
-    def write_encoded(self, content: _Content, slot: str, exact: bool) -> _Content:
-        """This, quantized once more, unless it is exact, into a slot."""
-        quantizations = {rank: times + (not exact) for rank, times in content.quantizations.items()}
-        coded = _Content(content.chunk, quantizations, _Origin(self.rank, slot), content.scaled, exact)
-        self.write(slot, coded)
-        self.quantized[content.chunk] += not exact
-        return coded
+    def write_encoded(self, contents: Iterable[_Content], slot: str, exact: bool) -> tuple[_Content, ...]:
+        """These, quantized once more, unless they are exact, into a slot."""
+        coded = []
+        for content in contents:
+            quantizations = {rank: times + (not exact) for rank, times in content.quantizations.items()}
+            coded.append(_Content(content.chunk, quantizations, _Origin(self.rank, slot), content.scaled, exact))
+            self.quantized[content.chunk] += not exact
+        self.write(slot, tuple(coded))
+        return tuple(coded)
+
+
+def _listed(chunks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, chunks))
 
 
 def _coding(exact: bool) -> str:
@@ -274,7 +283,7 @@ def _check_messages(programs: Sequence[Program]) -> None:
 
 def _simulate(ranks: Sequence[_Rank]) -> None:
     """Let every rank go on until it waits for a message, again and again, until all are through."""
-    messages: dict[tuple[int, int, str], tuple[_Content, int]] = {}  # and the level of the send
+    messages: dict[tuple[int, int, str], tuple[tuple[_Content, ...], int]] = {}  # and the level of the send
     waiting_for: dict[tuple[int, int, str], _Rank] = {}
     runnable = list(reversed(ranks))
     while runnable:
@@ -283,9 +292,10 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
             step = rank.program[rank.position]
             if isinstance(step, Send):
                 message = (rank.rank, step.peer, step.slot)
-                content = rank.read(step.slot)
-                messages[message] = content, rank.level
-                rank.sent.append(Message(rank.rank, step.peer, content.chunk, content.exact))
+                contents = rank.read(step.slot)
+                messages[message] = contents, rank.level
+                chunks = tuple(content.chunk for content in contents)
+                rank.sent.append(Message(rank.rank, step.peer, chunks, contents[0].exact))
                 if message in waiting_for:
                     runnable.append(waiting_for.pop(message))
             elif isinstance(step, Receive):
@@ -293,13 +303,18 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
                 if message not in messages:
                     waiting_for[message] = rank
                     break
-                content, level = messages[message]
+                contents, level = messages[message]
                 if step.level <= level:
                     raise rank.fail(f"expected a level above {level}, at which it is sent, got {step.level}")
-                if step.exact != content.exact:
-                    raise rank.fail(f"expected {_coding(step.exact)}, got {_coding(content.exact)}")
+                if step.exact != contents[0].exact:
+                    raise rank.fail(f"expected {_coding(step.exact)}, got {_coding(contents[0].exact)}")
                 rank.level = max(rank.level, step.level)
-                rank.write(step.slot, content)
+                rank.write(step.slot, contents)
+            elif isinstance(step, Join):
+                joined = [
+                    rank.read_chunks(slot, (chunk,)) for slot, chunk in zip(step.inputs, step.chunks, strict=True)
+                ]
+                rank.write(step.slot, tuple(content for (content,) in joined))
             else:
                 _compute(rank, step)
             rank.position += 1
@@ -307,25 +322,27 @@ def _simulate(ranks: Sequence[_Rank]) -> None:
         raise _circular_wait(list(waiting_for.values()))
 
 
-def _compute(rank: _Rank, step: Encode | Reduce | Add | Sum | Decode) -> None:
+def _compute(rank: _Rank, step: Compute) -> None:
     chunk = step.chunk
     if isinstance(step, Encode):
-        rank.write_encoded(rank.value(chunk), step.slot, step.exact)
+        rank.write_encoded(map(rank.value, step.chunks), step.slot, step.exact)
     elif isinstance(step, Reduce):
         inputs = rank.inputs(step.inputs, chunk, step.exact)
         total = rank.total([rank.value(chunk), *inputs], chunk, step.final)
-        rank.values[chunk] = rank.write_encoded(total, step.slot, step.exact)
+        (rank.values[chunk],) = rank.write_encoded([total], step.slot, step.exact)
     elif isinstance(step, Add):
-        rank.values[chunk] = rank.total([rank.value(chunk), rank.read_chunk(step.slot, chunk)], chunk, scaled=False)
+        for chunk, content in zip(step.chunks, rank.read_chunks(step.slot, step.chunks), strict=True):
+            rank.values[chunk] = rank.total([rank.value(chunk), content], chunk, scaled=False)
     elif isinstance(step, Sum):
         if chunk != rank.rank:
             raise rank.fail(f"chunk {chunk} is not in this rank's share")
         if not step.inputs:
             raise rank.fail("expected at least one slot")
-        inputs = rank.inputs(step.inputs, chunk, rank.read(step.inputs[0]).exact)
+        inputs = rank.inputs(step.inputs, chunk, rank.read(step.inputs[0])[0].exact)
         rank.shares[chunk] = rank.total([rank.share(chunk), *inputs], chunk, scaled=True)
     else:
-        rank.values[chunk] = rank.read_chunk(step.slot, chunk)
+        for chunk, content in zip(step.chunks, rank.read_chunks(step.slot, step.chunks), strict=True):
+            rank.values[chunk] = content
 
 
 def _circular_wait(stuck: Sequence[_Rank]) -> ProgramError:
@@ -346,7 +363,7 @@ def _circular_wait(stuck: Sequence[_Rank]) -> ProgramError:
 def _touched(ranks: Sequence[_Rank]) -> list[int]:
     """The chunks that are not empty."""
     steps = (step for rank in ranks for step in rank.program)
-    return sorted({step.chunk for step in steps if not isinstance(step, (Send, Receive))})
+    return sorted({chunk for step in steps if not isinstance(step, (Send, Receive)) for chunk in step.chunks})
 
 
 def _check_allreduce(ranks: Sequence[_Rank]) -> dict[int, int]:

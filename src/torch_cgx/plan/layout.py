@@ -12,7 +12,7 @@ all-gathers know it, is cut by shares first: chunk c of every slice lies in the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -64,6 +64,20 @@ class Slice:
     """What one program handles."""
 
     chunks: tuple[Chunk, ...]
+    _joined: dict[tuple[int, ...], Chunk] = field(default_factory=dict, repr=False, compare=False)
+
+    def joined(self, chunks: tuple[int, ...]) -> Chunk:
+        """These chunks as one, whose payload is theirs, one behind the other."""
+        if len(chunks) == 1:
+            return self.chunks[chunks[0]]
+        if chunks not in self._joined:
+            pieces: list[Piece] = []
+            nbytes = 0
+            for chunk in (self.chunks[number] for number in chunks):
+                pieces.extend(replace(piece, payload=piece.payload + nbytes) for piece in chunk.pieces)
+                nbytes += chunk.nbytes
+            self._joined[chunks] = Chunk(tuple(pieces), nbytes, self.chunks[0].itemsize)
+        return self._joined[chunks]
 
     @property
     def nbytes(self) -> int:

@@ -3,8 +3,8 @@
 A program is a tuple of steps over named payload slots. Slot names are each rank's own; a payload keeps its
 name when it is sent, so that a receive meets the send of the same slot by that peer. A send never waits, a
 receive waits for its send. A payload is compressed, or exact: raw values. Who brings a slot, by writing or by receiving
-it, says which, and who reads it follows. A rank's program alone tells all that the rank has to know of other nodes:
-nobody needs their programs. `algorithms` makes programs, `checker` proves them right and engines run them; nothing here
+it, says which, and who reads it follows. So a rank's program alone tells all that the rank has to know of other
+nodes. `algorithms` makes programs, `checker` proves them right and engines run them; nothing here
 touches values or carries bytes.
 """
 
@@ -15,8 +15,10 @@ from typing import TypeAlias
 
 __all__ = [
     "Add",
+    "Compute",
     "Decode",
     "Encode",
+    "Join",
     "Program",
     "Receive",
     "Reduce",
@@ -29,14 +31,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Encode my values of a chunk into a slot."""
+    """Encode my values of a chunk, and of more behind it, into a slot."""
 
     chunk: int
     slot: str
     exact: bool = False
+    more: tuple[int, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return (self.chunk, *self.more)
 
     def __str__(self) -> str:
-        return f"encode  chunk {self.chunk} into {self.slot}{_exactly(self.exact)}"
+        return f"encode  {_named(self.chunks)} into {self.slot}{_exactly(self.exact)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,10 @@ class Reduce:
     final: bool = True
     exact: bool = False
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return (self.chunk,)
+
     def __str__(self) -> str:
         what = f"chunk {self.chunk} with {', '.join(self.inputs) or 'nothing'} into {self.slot}"
         return f"reduce  {what}{_exactly(self.exact)}{'' if self.final else ', unscaled'}"
@@ -83,13 +94,18 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Decode a slot and add it to my values of a chunk."""
+    """Decode a slot and add it to my values of its chunks."""
 
     slot: str
     chunk: int
+    more: tuple[int, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return (self.chunk, *self.more)
 
     def __str__(self) -> str:
-        return f"add     {self.slot} to chunk {self.chunk}"
+        return f"add     {self.slot} to {_named(self.chunks)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +118,49 @@ class Sum:
     inputs: tuple[str, ...]
     chunk: int
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return (self.chunk,)
+
     def __str__(self) -> str:
         return f"sum     chunk {self.chunk} with {', '.join(self.inputs) or 'nothing'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Decode a slot over my values of a chunk."""
+    """Decode a slot over my values of its chunks."""
 
     slot: str
     chunk: int
+    more: tuple[int, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return (self.chunk, *self.more)
 
     def __str__(self) -> str:
-        return f"decode  {self.slot} over chunk {self.chunk}"
+        return f"decode  {self.slot} over {_named(self.chunks)}"
 
 
-Step: TypeAlias = Encode | Send | Receive | Reduce | Add | Sum | Decode
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The payloads of these slots, of one chunk each, one behind the other, are the payload of another slot."""
+
+    inputs: tuple[str, ...]
+    chunks: tuple[int, ...]
+    slot: str
+
+    def __str__(self) -> str:
+        return f"join    {', '.join(self.inputs)} into {self.slot}"
+
+
+Compute: TypeAlias = Encode | Reduce | Add | Sum | Decode  # the steps that touch values
+Step: TypeAlias = Send | Receive | Join | Compute
 Program: TypeAlias = tuple[Step, ...]
+
+
+def _named(chunks: tuple[int, ...]) -> str:
+    return f"chunk{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}"
 
 
 def _exactly(exact: bool) -> str:

@@ -9,9 +9,20 @@ from functools import lru_cache
 
 from torch_cgx.plan.algorithms import IN_SHARES, Topology
 from torch_cgx.plan.layout import Layer, Layout, make_layout, make_shares_layout
-from torch_cgx.plan.program import Encode, Program, Receive, Reduce
+from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Reduce
 
-__all__ = ["NodeSlot", "NodeSlots", "SharedSlot", "layout_for", "node_slots_for", "program_for", "programs_for"]
+__all__ = [
+    "COMPRESSED",
+    "EXACT",
+    "JOINED",
+    "NodeSlot",
+    "NodeSlots",
+    "SharedSlot",
+    "layout_for",
+    "node_slots_for",
+    "program_for",
+    "programs_for",
+]
 
 
 def layout_for(topology: Topology, layers: Sequence[Layer], itemsize: int, slice_nbytes: int) -> Layout:
@@ -25,7 +36,7 @@ class SharedSlot:
     """A slot as all ranks see it."""
 
     writer: int
-    chunk: int
+    chunks: tuple[int, ...]
     exact: bool
 
 
@@ -42,9 +53,9 @@ def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[
     slots: dict[str, SharedSlot] = {}
     for rank, program in enumerate(programs):
         for step in program:
-            if isinstance(step, Encode | Reduce):
+            if isinstance(step, Encode | Reduce | Join):
                 assert step.slot not in slots, f"{step.slot} has two writers"
-                slots[step.slot] = SharedSlot(rank, step.chunk, step.exact)
+                slots[step.slot] = SharedSlot(rank, step.chunks, not isinstance(step, Join) and step.exact)
     return programs, slots
 
 
@@ -52,10 +63,15 @@ def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[
 class NodeSlot:
     """The location of a slot in the memory that a node shares, as one of its ranks uses it."""
 
-    exact: bool
-    place: int  # among those for payloads that are coded so, in the order in which they lie in memory
+    kind: int  # of place: COMPRESSED, EXACT or JOINED
+    place: int  # among those of its kind, in the order in which they lie in memory
     writer: int  # the rank of the node that puts the payload there: by encoding it, or by receiving it from elsewhere
     flag: int  # its number: on several nodes among the slots of this one, on one node among those of its writer
+    behind: tuple[int, ...] = ()  # the chunks whose payloads lie in the same place before it
+
+
+# Of a place: for the payload of one chunk, compressed or exact, or for those of several, one behind the other.
+COMPRESSED, EXACT, JOINED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +79,7 @@ class NodeSlots:
     """The slots that one rank of a node finds in its memory."""
 
     found: dict[str, NodeSlot]
-    n_places: tuple[int, int]  # of the node: for compressed payloads, and for exact ones
+    n_places: tuple[int, int, int]  # of the node, by kind
     n_flags: int  # one more than the greatest of the node
 
 
@@ -72,23 +88,41 @@ def node_slots_for(topology: Topology, nonempty: tuple[bool, ...], home: tuple[i
     """Return where a rank of the node `home` finds the slots that it touches.
 
     Where several ranks of a node receive the same payload from elsewhere, each has a place of its own for it, and none
-    hands it on within the node: a flat ring would, so it is for ranks that share no memory, or all of it.
+    hands it on within the node: a flat ring would, so it is for ranks that share no memory, or all of it. Payloads that
+    are joined lie behind each other from the start.
     """
     elsewhere = frozenset(range(topology.world)) - frozenset(home)
     writers: dict[str, list[tuple[int, bool]]] = {}
+    several: set[str] = set()  # slots of more than one chunk
+    within: dict[str, Join] = {}  # by slot that becomes a part of another
     for member in home:
         for step in program_for(topology, nonempty, member):
             if isinstance(step, (Encode, Reduce)) or (isinstance(step, Receive) and step.peer in elsewhere):
                 writers.setdefault(step.slot, []).append((member, step.exact))
+            elif isinstance(step, Join):
+                writers.setdefault(step.slot, []).append((member, False))
+                several.add(step.slot)
+                within |= dict.fromkeys(step.inputs, step)
+            if isinstance(step, (Encode, Add, Decode)) and step.more:
+                several.add(step.slot)
     found: dict[str, NodeSlot] = {}
-    n_places = [0, 0]
+    n_places = [0, 0, 0]
     n_flags: Counter[int] = Counter()
     alone = len(home) == topology.world
-    for name, written in writers.items():
+    for name in sorted(writers, key=within.__contains__):  # what has parts comes before them
+        written = writers[name]
         flags_of = written[0][0] if alone else -1
-        for writer, exact in written:
-            if len(written) == 1 or writer == rank:
-                found[name] = NodeSlot(exact, n_places[exact], writer, n_flags[flags_of])
-            n_places[exact] += 1
+        flag = n_flags[flags_of]
         n_flags[flags_of] += 1
-    return NodeSlots(found, (n_places[False], n_places[True]), max(n_flags.values(), default=0))
+        if name in within:
+            ((writer, _),) = written
+            join = within[name]
+            behind = join.chunks[: join.inputs.index(name)]
+            found[name] = NodeSlot(JOINED, found[join.slot].place, writer, flag, behind)
+            continue
+        for writer, exact in written:
+            kind = JOINED if name in several else EXACT if exact else COMPRESSED
+            if len(written) == 1 or writer == rank:
+                found[name] = NodeSlot(kind, n_places[kind], writer, flag)
+            n_places[kind] += 1
+    return NodeSlots(found, (n_places[0], n_places[1], n_places[2]), max(n_flags.values(), default=0))

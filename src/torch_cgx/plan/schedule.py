@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from torch_cgx.plan.algorithms import Topology
-from torch_cgx.plan.program import Program, Receive
+from torch_cgx.plan.program import Program, Receive, Step
 from torch_cgx.plan.programs import SharedSlot, program_for, programs_for
 
 __all__ = ["Schedule", "levels_of", "schedule_for"]
@@ -23,22 +23,17 @@ __all__ = ["Schedule", "levels_of", "schedule_for"]
 class Schedule:
     """One rank's program, by levels."""
 
-    levels: tuple[Program, ...]  # as many on every rank; those of a rank may be empty
+    levels: tuple[Program, ...]  # as many for every rank and pattern of chunks; some may be empty
     slots: dict[str, SharedSlot]  # all ranks'
-
-    def level(self, level: int) -> Program:
-        """Its steps; none beyond the last."""
-        return self.levels[level] if level < len(self.levels) else ()
 
 
 @lru_cache(maxsize=256)
 def schedule_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> Schedule:
     program = program_for(topology, nonempty, rank)
-    mine = list(zip(program, levels_of(program), strict=True))
-    return Schedule(
-        levels=tuple(tuple(step for step, at in mine if at == level) for level in range(topology.depth + 1)),
-        slots=programs_for(topology, nonempty)[1],
-    )
+    levels: list[list[Step]] = [[] for _ in range(topology.depth + 1)]
+    for step, level in zip(program, levels_of(program), strict=True):
+        levels[level].append(step)
+    return Schedule(tuple(map(tuple, levels)), programs_for(topology, nonempty)[1])
 
 
 def levels_of(program: Program) -> list[int]:

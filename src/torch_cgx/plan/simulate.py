@@ -22,13 +22,13 @@ slices overlap as `schedule` says, and with `rounds` a rank sends what it has on
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Slice
-from torch_cgx.plan.program import Add, Decode, Encode, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.program import Add, Compute, Decode, Encode, Join, Receive, Reduce, Send, Step, Sum
 from torch_cgx.plan.programs import program_for, programs_for
 from torch_cgx.plan.schedule import levels_of
 
@@ -93,9 +93,8 @@ class Costs:
     start_s: float = 0.0  # of every operation, before its first step
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Lengths of one chunk."""
+class Size(NamedTuple):
+    """Lengths of one chunk, or of several together."""
 
     values: float  # bytes
     nbytes: float  # of its payload
@@ -182,26 +181,35 @@ def simulate(
     sizes = [[size_of(part, chunk) for chunk in range(len(part.chunks))] for part in slices]
     patterns = [tuple(chunk.nbytes > 0 for chunk in part.chunks) for part in slices]
     slots = [programs_for(topology, nonempty)[1] for nonempty in patterns]
-    written = [{name: (slot.chunk, slot.exact) for name, slot in each.items()} for each in slots]
+    written = [{name: (slot.chunks, slot.exact) for name, slot in each.items()} for each in slots]
     for rank, script in enumerate(scripts):
         for number, step in ordered(topology, patterns, rank, rounds):
             known = written[number]
             if isinstance(step, Send):
-                chunk, exact = known[step.slot]
-                size = sizes[number][chunk]
+                chunks, exact = known[step.slot]
+                size = _together([sizes[number][chunk] for chunk in chunks])
                 message = messages.setdefault((number, rank, step.peer, step.slot), len(messages))
                 length = lengths.setdefault(Length(size.exact_nbytes if exact else size.nbytes), len(lengths))
                 script.operations.append((message, step.peer, length, nodes[step.peer] != script.node))
             elif isinstance(step, Receive):
                 message = messages.setdefault((number, step.peer, rank, step.slot), len(messages))
                 script.operations.append((message,))
-            else:
-                seconds = kernel_s(step, sizes[number][step.chunk], costs.speeds, is_exact(step, known))
+            elif not isinstance(step, Join):
+                size = _together([sizes[number][chunk] for chunk in step.chunks])
+                seconds = kernel_s(step, size, costs.speeds, is_exact(step, known))
                 script.operations.append(durations.setdefault(seconds, len(durations)))
     return play(scripts, list(durations), list(lengths), costs)
 
 
-def is_exact(step: Encode | Reduce | Add | Sum | Decode, known: dict[str, tuple[int, bool]]) -> bool:
+def _together(sizes: Sequence[Size]) -> Size:
+    """Of consecutive chunks."""
+    if len(sizes) == 1:
+        return sizes[0]
+    values, nbytes, exact_nbytes = (sum(each) for each in zip(*(size[:3] for size in sizes), strict=True))
+    return Size(values, nbytes, exact_nbytes, all(size.raw for size in sizes))
+
+
+def is_exact(step: Compute, known: Mapping[str, tuple[object, bool]]) -> bool:
     if isinstance(step, Encode | Reduce):
         return step.exact
     return known[step.inputs[0] if isinstance(step, Sum) else step.slot][1]
@@ -221,11 +229,11 @@ def ordered(
             for of_level in steps:
                 of_level.sort(key=lambda step: 0 if isinstance(step, Receive) else 2 if isinstance(step, Send) else 1)
         by_level.append(steps)
-    depth = max(map(len, by_level), default=0)
+    depth = topology.depth + 1
     for tick in range(len(by_level) + depth):
         for level in range(depth):
             number = tick - level
-            if 0 <= number < len(by_level) and level < len(by_level[number]):
+            if 0 <= number < len(by_level):
                 yield from ((number, step) for step in by_level[number][level])
 
 

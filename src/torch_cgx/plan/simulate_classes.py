@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.algorithms.slots import moved
-from torch_cgx.plan.program import Receive, Reduce, Send, Step
+from torch_cgx.plan.program import Join, Receive, Reduce, Send, Step
 from torch_cgx.plan.programs import programs_for
 from torch_cgx.plan.simulate import Costs, Length, Operation, Script, Size, Timing, is_exact, kernel_s, ordered, play
 
@@ -43,6 +43,8 @@ class Cluster:
     compress_inside: bool = True
 
     def __post_init__(self) -> None:
+        if self.algorithm == "GRID":
+            raise ValueError("algorithm: expected SRA or RING, got GRID, whose nodes do not all do the same in turn")
         if self.nodes < 1 or self.ranks < 1:
             raise ValueError(f"expected at least one node and one rank on each, got {self.nodes} and {self.ranks}")
 
@@ -116,7 +118,7 @@ def _scripts(cluster: Cluster, slices: int, rounds: bool) -> tuple[list[Script],
     """What the ranks of node 0 do, and what the tables of durations and lengths are made from."""
     topology = cluster.topology()
     nonempty = (True,) * topology.n_chunks
-    slots = {slot: (shared.chunk, shared.exact) for slot, shared in programs_for(topology, nonempty)[1].items()}
+    slots = {slot: (shared.chunks[0], shared.exact) for slot, shared in programs_for(topology, nonempty)[1].items()}
     messages = _messages(cluster)
     kinds: dict[tuple[type[Step], int, bool, bool, bool], tuple[int, _Kind]] = {}
     sends: dict[_Sending, int] = {}
@@ -131,6 +133,7 @@ def _scripts(cluster: Cluster, slices: int, rounds: bool) -> tuple[list[Script],
             sending = _Sending(exact, cluster.is_flat or node > 0 or _foreign(cluster, rank, chunk))
             message = first + messages[_received(cluster, rank, step.peer, step.slot)]
             return message, peer, sends.setdefault(sending, len(sends)), node > 0
+        assert not isinstance(step, Join)
         # A sum of my own chunk has an input from each other node; in a ring, one in all.
         inputs = step.inputs if isinstance(step, Reduce) else ()
         whole = cluster.algorithm != "RING" and any(slot.startswith("part:") for slot in inputs)

@@ -30,6 +30,7 @@ from torch_cgx.plan.rounds import rounds_for
 TOPOLOGIES = {
     "SRA": Topology.flat("SRA", 3),
     "RING": Topology.flat("RING", 4),
+    "GRID": Topology.flat("GRID", 4),
     "two nodes": Topology("SRA", (0, 0, 1, 1, 1)),
     "two nodes, two shares": Topology("SRA", (0, 1, 0, 1), shares=2),
     "two nodes, a ring, exact inside": Topology("RING", (0, 0, 1), compress_inside=False),

@@ -85,3 +85,26 @@ def test_a_ring_takes_no_more_than_the_slots_of_its_hops_and_sums() -> None:
     ((memory_nbytes, payload_nbytes),) = sizes
     # Each of 4 chunks is written by 3 hops and as a sum, and every slot is rounded up to a cache line.
     assert 8 * payload_nbytes <= memory_nbytes <= 8 * payload_nbytes + 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shares", "numel", "quantizer", "limit_nbytes"),
+    [
+        (tuple(rank // 4 for rank in range(64)), 4, 20 * 16384, MaxMin(8, 16384), 16 * MB),
+        (tuple(range(64)), 1, MB, MaxMin(4, 65535), 165 * MB),
+    ],
+    ids=["16 nodes of 4", "64 nodes of 1"],
+)
+def test_no_node_needs_more_than_allowed_where_chunks_are_empty(
+    nodes: tuple[int, ...], shares: int, numel: int, quantizer: Quantizer, limit_nbytes: int
+) -> None:
+    """A node that owns an empty chunk needs less than the others: it cannot speak for all."""
+    topology = Topology("SRA", nodes, shares)
+    for rank in range(len(nodes)):
+        plan = make_plan(
+            *([Layer(numel, quantizer)], rank, topology, torch.float32),
+            nodes=nodes,
+            slice_nbytes=FUSION_NBYTES,
+            limit_nbytes=limit_nbytes,
+        )
+        assert plan.memory_nbytes <= limit_nbytes

@@ -41,7 +41,7 @@ class _Underway:
     def coded(self, slot: str) -> Chunk:
         """What the slot's payload encodes, and how."""
         shared = self.schedule.slots[slot]
-        return self.part.chunks[shared.chunk].coded(shared.exact)
+        return self.part.joined(shared.chunks).coded(shared.exact)
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class CudaExecutor:
     def _run(self, operation: Reduction, kernels: Kernels) -> None:
         operation = replace(operation, rounding=replace(operation.rounding, rank=self._rank))
         slices = [self._prepare(part, operation) for part in operation.layout.slices]
-        depth = max(len(each.schedule.levels) for each in slices)
+        depth = operation.topology.depth + 1
         self._exchange.begin(operation.agreed)
         for tick in range(len(slices) + depth - 1):
             for level in range(depth):
@@ -113,7 +113,8 @@ class CudaExecutor:
         nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
         key = (operation.topology, nonempty, self._rank)
         codings = (False,) if operation.topology.compress_inside else (False, True)
-        room_nbytes = max(chunk.coded(exact).nbytes for chunk in part.chunks for exact in codings)
+        longest_nbytes = max(chunk.coded(exact).nbytes for chunk in part.chunks for exact in codings)
+        room_nbytes = longest_nbytes * operation.topology.most_chunks
         return _Underway(part, schedule_for(*key), rounds_for(*key), room_nbytes)
 
     def _make_level(self, each: _Underway, level: int, operation: Reduction, kernels: Kernels) -> None:
@@ -122,10 +123,10 @@ class CudaExecutor:
         each.arriving.clear()
         values = operation.values
         take = partial(self._device.empty, where=values.device)
-        for step in each.schedule.level(level):
+        for step in each.schedule.levels[level]:
             if not isinstance(step, Send | Receive):
                 compute(step, operation, kernels, each.slots, each.coded, take)
-        for turn in each.rounds[level] if level < len(each.rounds) else ():  # a small last slice may have fewer
+        for turn in each.rounds[level]:
             nothing = take(0)
             outgoing, incoming = ([nothing] * operation.topology.world for _ in range(2))
             for peer, slot in turn.sends.items():

@@ -21,11 +21,11 @@ from torch_cgx.codecs import Identity
 from torch_cgx.engines.cuda.device import Device
 from torch_cgx.engines.cuda.exchange import Arrival, to_host
 from torch_cgx.engines.host.native import Prepared, SharedGroup
-from torch_cgx.engines.host.plans import Plan, Tables, Template
+from torch_cgx.engines.host.plans import Plan, Tables, Template, aligned
 from torch_cgx.kernels import Piece
-from torch_cgx.plan.layout import Chunk
+from torch_cgx.plan.layout import Chunk, Slice
 from torch_cgx.plan.program import Decode, Encode, Receive, Send, Step
-from torch_cgx.plan.programs import NodeSlot, NodeSlots
+from torch_cgx.plan.programs import EXACT, NodeSlot, NodeSlots
 
 __all__ = ["SharedExchange", "exchange_plan", "wait_for"]
 
@@ -112,7 +112,7 @@ def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], r
     """Bytes by peer; what is sent lies first in memory. A slot for each pair of ranks, as long as the room."""
     world = len(sent)
     pairs = [(writer, reader) for writer in range(world) for reader in range(world)]
-    found = {_slot(*pair): NodeSlot(True, place, *pair) for place, pair in enumerate(pairs)}
+    found = {_slot(*pair): NodeSlot(EXACT, place, *pair) for place, pair in enumerate(pairs)}
     steps: list[Step] = []
     chunks: list[Chunk] = []
     offset = 0
@@ -131,7 +131,8 @@ def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], r
             chunks.append(Chunk((piece,), nbytes, _DTYPE.itemsize))
             offset += numel
     tables = Tables(world)
-    tables.add(Template(tuple(steps), NodeSlots(found, (0, len(pairs)), world)), chunks, room_nbytes)
+    template = Template(tuple(steps), NodeSlots(found, (0, len(pairs), 0), world))
+    tables.add(template, Slice(tuple(chunks)), (0, aligned(room_nbytes), 0))
     return Plan(tables, sum(sent), _DTYPE)
 
 

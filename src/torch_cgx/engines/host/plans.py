@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 
 import torch
 
@@ -19,16 +19,18 @@ from torch_cgx.errors import SharedMemoryError
 from torch_cgx.kernels import Piece
 from torch_cgx.kernels.native import DTYPES
 from torch_cgx.plan.algorithms import Topology
-from torch_cgx.plan.layout import Chunk, Layer, Layout
-from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Sum
-from torch_cgx.plan.programs import NodeSlots, layout_for, node_slots_for, program_for
+from torch_cgx.plan.algorithms.hierarchical import members_of
+from torch_cgx.plan.layout import Layer, Layout, Slice
+from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Reduce, Send, Sum
+from torch_cgx.plan.programs import EXACT, NodeSlots, layout_for, node_slots_for, program_for
 from torch_cgx.plan.schedule import levels_of
 
-__all__ = ["Plan", "Tables", "Template", "make_plan"]
+__all__ = ["Plan", "Tables", "Template", "aligned", "make_plan", "rooms_for"]
 
 _ALIGNMENT = 64  # bytes: no two slots share a cache line
 _MARK_NBYTES = 16  # by which a rank tells its node that a payload is there
 _BYTES = 4  # a dtype of csrc/include/cgx.h: values that are only moved
+Rooms = tuple[int, int, int]
 _KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5, Add: 6}
 
 # The most of a slice, in bytes of values and of payloads. Small enough that what is encoded is still in the cache
@@ -81,27 +83,29 @@ class Template:
     """One rank's rows for all slices in which the same chunks are empty, but for what differs between such slices."""
 
     def __init__(self, program: Program, node: NodeSlots) -> None:
-        chunk_of: dict[str, int] = {}
+        chunks_of: dict[str, tuple[int, ...]] = {}
         for step in program:
             if isinstance(step, (Reduce, Sum)):
-                chunk_of |= dict.fromkeys(step.inputs, step.chunk)
+                chunks_of |= dict.fromkeys(step.inputs, step.chunks)
             if not isinstance(step, (Send, Receive, Sum)):
-                chunk_of[step.slot] = step.chunk
+                chunks_of[step.slot] = step.chunks
         # The same order on both sides of a message, which is known by its number.
-        names = sorted(chunk_of)
+        names = sorted(chunks_of)
         index = {name: number for number, name in enumerate(names)}
         self.n_places, self.n_flags = node.n_places, node.n_flags
-        self.slots = [(chunk_of[name], node.found[name]) for name in names]
+        self.slots = [(chunks_of[name], node.found[name]) for name in names]
         self.inputs: list[int] = []
-        # Of each step: kind, slot, peer, chunk (-1: none), whether it is exact, first input, inputs, partial, level.
-        self.steps: list[tuple[int, int, int, int, bool, int, int, int, int]] = []
+        # Of each step: kind, slot, peer, chunks, whether it is exact, first input, inputs, partial, level.
+        self.steps: list[tuple[int, int, int, tuple[int, ...], bool, int, int, int, int]] = []
         for step, level in zip(program, levels_of(program), strict=True):
+            if isinstance(step, Join):  # what is joined lies together
+                continue
             name = step.inputs[0] if isinstance(step, Sum) else step.slot
-            peer, chunk = (step.peer, -1) if isinstance(step, (Send, Receive)) else (0, step.chunk)
+            peer, chunks = (step.peer, ()) if isinstance(step, (Send, Receive)) else (0, step.chunks)
             inputs = step.inputs if isinstance(step, (Reduce, Sum)) else ()
             partial = isinstance(step, Reduce) and not step.final
-            exact = node.found[name].exact
-            row = (index[name], peer, chunk, exact, len(self.inputs), len(inputs), int(partial), level)
+            exact = node.found[name].kind == EXACT
+            row = (index[name], peer, chunks, exact, len(self.inputs), len(inputs), int(partial), level)
             self.steps.append((_KINDS[type(step)], *row))
             self.inputs.extend(index[each] for each in inputs)
 
@@ -127,29 +131,31 @@ class Tables:
         self._n_flags = 0
         self.part_nbytes = 0
 
-    def add(self, template: Template, chunks: Sequence[Chunk], room_nbytes: int | None = None) -> None:
-        """Add one slice. `room_nbytes`: of every place; None: as much as the longest payload needs."""
+    def add(self, template: Template, part: Slice, rooms: Rooms) -> None:
+        """Add one slice, whose places are so long, by kind."""
         first_slot, first_input, number = len(self._slots), len(self._inputs), self._slices
-        rooms = _rooms(template.n_places, chunks) if room_nbytes is None else (room_nbytes, room_nbytes)
-        starts = (0, template.n_places[False] * rooms[False])
-        for chunk, slot in template.slots:
-            offset = starts[slot.exact] + slot.place * rooms[slot.exact]
-            nbytes = chunks[chunk].coded(slot.exact).nbytes
+        ends = list(accumulate(count * room for count, room in zip(template.n_places, rooms, strict=True)))
+        starts = (0, *ends)
+        for chunks, slot in template.slots:
+            offset = starts[slot.kind] + slot.place * rooms[slot.kind]
+            offset += sum(part.chunks[chunk].nbytes for chunk in slot.behind)
+            nbytes = part.joined(chunks).coded(slot.kind == EXACT).nbytes
+            assert offset + nbytes <= starts[slot.kind] + (slot.place + 1) * rooms[slot.kind], "no room for a payload"
             self._slots.append((offset, nbytes, slot.writer, slot.flag, number))
-        self.part_nbytes = max(self.part_nbytes, starts[True] + template.n_places[True] * rooms[True])
+        self.part_nbytes = max(self.part_nbytes, ends[-1])
         self._n_flags = max(self._n_flags, template.n_flags)
         self._inputs.extend(first_slot + slot for slot in template.inputs)
-        first_pieces: dict[tuple[int, bool], tuple[int, int]] = {}
-        for kind, slot_number, peer, chunk, exact, inputs_at, n_inputs, partial, level in template.steps:
+        first_pieces: dict[tuple[tuple[int, ...], bool], tuple[int, int]] = {}
+        for kind, slot_number, peer, chunks, exact, inputs_at, n_inputs, partial, level in template.steps:
             pieces = (0, 0)
-            if chunk >= 0:
-                coded = chunks[chunk].coded(exact)
+            if chunks:
+                coded = part.joined(chunks).coded(exact)
                 if kind == _KINDS[Sum]:
                     pieces = self._add_pieces(coded.in_share)
-                elif (chunk, exact) in first_pieces:
-                    pieces = first_pieces[chunk, exact]
+                elif (chunks, exact) in first_pieces:
+                    pieces = first_pieces[chunks, exact]
                 else:
-                    pieces = first_pieces[chunk, exact] = self._add_pieces(coded.pieces)
+                    pieces = first_pieces[chunks, exact] = self._add_pieces(coded.pieces)
             row = (kind, first_slot + slot_number, peer, *pieces, first_input + inputs_at, n_inputs, partial)
             self._steps.append(row)
             self._turns.append((number + self._lag * level) * (self._depth + 1) + level if self._lag else number)
@@ -191,15 +197,15 @@ class Tables:
         return int(handle)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _rooms(n_places: tuple[int, int], chunks: Sequence[Chunk]) -> tuple[int, int]:
-    """Return how long places are, so that any payload fits: compressed and exact ones."""
-    longest = (max(chunk.coded(exact).nbytes for chunk in chunks) if n_places[exact] else 0 for exact in (False, True))
-    compressed, exact = (_aligned(nbytes) for nbytes in longest)
-    return compressed, exact
+def rooms_for(node: NodeSlots | Template, part: Slice, most_chunks: int) -> Rooms:
+    """Return how long places are, so that any payload fits; of joined ones, any of so many chunks."""
+    compressed = max(chunk.nbytes for chunk in part.chunks)
+    exact = max(chunk.exact.nbytes for chunk in part.chunks) if node.n_places[EXACT] else 0
+    return aligned(compressed), aligned(exact), aligned(most_chunks * compressed)
 
 
 def _array(kind: type[ctypes.Structure], rows: Iterable[tuple[int, ...]]) -> ctypes.Array[ctypes.Structure]:
@@ -222,7 +228,7 @@ def make_plan(
 
     `nodes`: by rank, a number of what shares memory with it. All ranks find the same slices.
     """
-    homes = _homes(nodes)
+    homes = members_of(tuple(nodes))
     linked = len(homes) > 1
     values_nbytes = sum(layer.numel for layer in layers) * dtype.itemsize
     payload_nbytes = sum(layer.quantizer.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
@@ -232,11 +238,13 @@ def make_plan(
     if dtype is torch.uint8:  # an exchange has places for all pairs of ranks, and many slices of them take long to make
         largest = max(largest, topology.world * MOVED_CHUNK_NBYTES)
     slice_nbytes = max(1, min(slice_nbytes, largest))
-    lag = link_lag(topology.depth) if linked else 0
-    tables = Tables(topology.world, lag, topology.depth)
+    tables = Tables(topology.world, link_lag(topology.depth) if linked else 0, topology.depth)
     while True:
         layout = layout_for(topology, layers, dtype.itemsize, slice_nbytes)
-        memory_nbytes = tables.ring * _most_nbytes(layout, topology, max(homes.values(), key=len), linked)
+        # Where no chunk is empty, the largest node needs most, and more than any does where some are.
+        memory_nbytes = tables.ring * _most_nbytes(layout, topology, [max(homes, key=len)], full=True)
+        if memory_nbytes > limit_nbytes:
+            memory_nbytes = tables.ring * _most_nbytes(layout, topology, homes, full=False)
         if memory_nbytes <= limit_nbytes:
             break
         if slice_nbytes <= 1024:
@@ -246,30 +254,27 @@ def make_plan(
                 "make /dev/shm larger or blocks smaller"
             )
         slice_nbytes //= 2
+    home = next(ranks for ranks in homes if rank in ranks)
     templates: dict[tuple[bool, ...], Template] = {}
     for part in layout.slices:
         nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
         if nonempty not in templates:
-            node = node_slots_for(topology, nonempty, homes[nodes[rank]], rank)
+            node = node_slots_for(topology, nonempty, home, rank)
             templates[nonempty] = Template(program_for(topology, nonempty, rank), node)
-        tables.add(templates[nonempty], part.chunks)
+        template = templates[nonempty]
+        tables.add(template, part, rooms_for(template, part, topology.most_chunks))
     return Plan(tables, sum(part.nbytes for part in layout.slices), dtype)
 
 
-def _homes(nodes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
-    """Return the ranks of each node."""
-    homes: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        homes.setdefault(node, []).append(rank)
-    return {node: tuple(ranks) for node, ranks in homes.items()}
-
-
-def _most_nbytes(layout: Layout, topology: Topology, home: tuple[int, ...], linked: bool) -> int:
-    """Return what the largest slice needs on a node, the first of the largest, which has most payloads."""
-    most = 0
+def _most_nbytes(layout: Layout, topology: Topology, homes: Sequence[tuple[int, ...]], *, full: bool) -> int:
+    """Return what the largest slice needs on the one of these nodes that needs most; `full`: were no chunk empty."""
+    most_payload = most_flags = 0
     for part in layout.slices:
-        nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
-        n_places = node_slots_for(topology, nonempty, home, home[0]).n_places
-        needed = sum(count * room for count, room in zip(n_places, _rooms(n_places, part.chunks), strict=True))
-        most = max(most, needed + linked * (sum(n_places) * _MARK_NBYTES + _ALIGNMENT))
-    return most
+        nonempty = tuple(full or chunk.nbytes > 0 for chunk in part.chunks)
+        for home in homes:
+            node = node_slots_for(topology, nonempty, home, home[0])
+            rooms = rooms_for(node, part, topology.most_chunks)
+            needed = sum(count * room for count, room in zip(node.n_places, rooms, strict=True))
+            most_payload, most_flags = max(most_payload, needed), max(most_flags, node.n_flags)
+    # What a group of several nodes has beside payloads.
+    return most_payload + (most_flags * _MARK_NBYTES + _ALIGNMENT if len(homes[0]) < topology.world else 0)

@@ -149,7 +149,7 @@ def join(
 ) -> Membership:
     """Tell all ranks about this one and hear about all; raise `MismatchError` where they cannot work together."""
     mine = {
-        "version": __version__,
+        "version": f"{__version__} (protocol {_native.ABI_VERSION})",
         # Bits and bucket size may change with every call, and calls are compared. To compare them here as well tells a
         # variable that only some ranks were given from a script whose calls differ.
         "settings": {**asdict(compression_from_environ()), **settings.fingerprint()},

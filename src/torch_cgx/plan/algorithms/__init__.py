@@ -15,6 +15,7 @@ from torch_cgx.plan.algorithms import (
     all_gather,
     broadcast,
     exchange,
+    grid,
     hierarchical,
     reduce_scatter,
     ring,
@@ -40,6 +41,7 @@ def _one_message(world: int) -> int:
 ALGORITHMS: Mapping[str, Flat] = {
     "SRA": Flat(scatter_reduce_allgather.program, scatter_reduce_allgather.depth),
     "RING": Flat(ring.program, ring.depth),
+    "GRID": Flat(grid.program, grid.depth),
     "REDUCE_SCATTER": Flat(reduce_scatter.program, _one_message),
     "ALL_GATHER": Flat(all_gather.program, _one_message),
     "EXCHANGE": Flat(exchange.program, _one_message),
@@ -99,6 +101,16 @@ class Topology:
         if self.is_flat:
             return self.world
         return hierarchical.n_chunks(self.nodes, self.shares)
+
+    @property
+    def most_chunks(self) -> int:
+        """How many chunks a payload has at most."""
+        return grid.n_rows(self.n_nodes) if self.algorithm == "GRID" else 1
+
+    @property
+    def sums_in_steps(self) -> bool:
+        """Whether sums that are not complete are made among a rank's values."""
+        return self.algorithm in ("RING", "GRID") or not self.is_flat
 
     @property
     def depth(self) -> int:

@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from itertools import product
+from typing import NamedTuple, Protocol, TypeVar
 
-from torch_cgx.plan.algorithms import ring, scatter_reduce_allgather
+from torch_cgx.plan.algorithms import grid, ring, scatter_reduce_allgather
 from torch_cgx.plan.algorithms.flat import check_rank
 from torch_cgx.plan.algorithms.slots import inside
-from torch_cgx.plan.program import Add, Decode, Encode, Program, Receive, Reduce, Send, Step
+from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Reduce, Send, Step
 
-__all__ = ["CROSS", "Among", "check_nodes", "depth", "most_shares", "n_chunks", "program"]
+__all__ = ["CROSS", "Among", "Cross", "check_nodes", "depth", "members_of", "most_shares", "n_chunks", "program"]
 
 _T = TypeVar("_T")
 
@@ -41,15 +42,18 @@ class Among(Protocol):
     ) -> list[Step]: ...
 
 
-# How speakers reduce their share, by the names that CGX_CROSS_REDUCTION_TYPE has.
-CROSS: Mapping[str, Among] = {
-    "SRA": scatter_reduce_allgather.among,
-    "RING": ring.among,
-}
+class Cross(NamedTuple):
+    """How speakers reduce their share."""
 
-CROSS_DEPTH: Mapping[str, Callable[[int], int]] = {
-    "SRA": scatter_reduce_allgather.depth,
-    "RING": ring.depth,
+    among: Among
+    depth: Callable[[int], int]  # of so many speakers: the greatest level of a step, see `schedule`
+
+
+# By the names that CGX_CROSS_REDUCTION_TYPE has.
+CROSS: Mapping[str, Cross] = {
+    "SRA": Cross(scatter_reduce_allgather.among, scatter_reduce_allgather.depth),
+    "RING": Cross(ring.among, ring.depth),
+    "GRID": Cross(grid.among, grid.depth),
 }
 
 
@@ -65,7 +69,7 @@ def n_chunks(nodes: Sequence[int], shares: int) -> int:
 def depth(nodes: Sequence[int], cross: str) -> int:
     """Return how many messages follow each other: to a speaker, what speakers have, and from one to its node."""
     n_nodes = len(set(nodes))
-    return CROSS_DEPTH[cross](n_nodes) + 2 * (len(nodes) > n_nodes)
+    return CROSS[cross].depth(n_nodes) + 2 * (len(nodes) > n_nodes)
 
 
 def check_nodes(nodes: Sequence[int], shares: int, cross: str) -> None:
@@ -74,7 +78,7 @@ def check_nodes(nodes: Sequence[int], shares: int, cross: str) -> None:
     if not 1 <= shares <= most_shares(nodes):
         raise ValueError(f"shares: expected 1 to {most_shares(nodes)}, the ranks of the smallest node, got {shares}")
     if cross not in CROSS:
-        raise ValueError(f"the algorithm between nodes: expected {' or '.join(CROSS)}, got {cross}")
+        raise ValueError(f"the algorithm between nodes: expected {', '.join(CROSS)}, got {cross}")
 
 
 def program(
@@ -102,7 +106,7 @@ def program(
         raise ValueError(f"chunks: expected {n_chunks(nodes, shares)}, got {len(chunks_nonempty)}")
     if len(nodes) == 1:
         return ()
-    members = _members(tuple(nodes))
+    members = members_of(tuple(nodes))
     home = next(ranks for ranks in members if rank in ranks)
     place = home.index(rank)
     exact_sums = not compress_inside and len(members) == 1
@@ -124,7 +128,7 @@ def program(
 
 
 @lru_cache(maxsize=64)
-def _members(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def members_of(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each node."""
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -140,22 +144,22 @@ def _spoken(
     shares: int,
     cross: str,
     exact: bool,
-) -> list[list[Step]]:
+) -> tuple[tuple[Step, ...], ...]:
     """What the speaker of each share on a node does across nodes, and sends on within; all ranks of it ask for that."""
-    spoken: list[list[Step]] = []
+    spoken = []
     for share, speaker in enumerate(home[:shares]):
         first = share * len(members)
         chunks = [first + node if nonempty[first + node] else None for node in range(len(members))]
         speakers = [ranks[share] for ranks in members]
         listeners = [peer for peer in home if peer != speaker]
         level = int(any(len(ranks) > 1 for ranks in members))  # speakers wait for their nodes first
-        spoken.append(CROSS[cross](speakers, chunks, speaker, listeners, exact=exact, level=level))
-    return spoken
+        spoken.append(CROSS[cross].among(speakers, chunks, speaker, listeners, exact=exact, level=level))
+    return tuple(map(tuple, spoken))
 
 
 def _needed(spoken: Sequence[Step]) -> list[int]:
     """The chunks whose values a speaker uses, in the order in which it does."""
-    return [step.chunk for step in spoken if isinstance(step, Encode | Reduce)]
+    return [chunk for step in spoken if isinstance(step, Encode | Reduce) for chunk in step.chunks]
 
 
 def _gathering(spoken: Sequence[Step], peers: Sequence[int], exact: bool) -> Iterator[Step]:
@@ -169,9 +173,9 @@ def _gathering(spoken: Sequence[Step], peers: Sequence[int], exact: bool) -> Ite
             yield from (Receive(inside(peer, step.chunk), peer, exact=exact) for peer in peers)
             step = replace(step, inputs=tuple(inside(peer, step.chunk) for peer in peers))
         elif isinstance(step, Encode | Reduce):
-            for peer in peers:
-                yield Receive(inside(peer, step.chunk), peer, exact=exact)
-                yield Add(inside(peer, step.chunk), step.chunk)
+            for chunk, peer in product(step.chunks, peers):
+                yield Receive(inside(peer, chunk), peer, exact=exact)
+                yield Add(inside(peer, chunk), chunk)
         yield from waits
         yield step
         waits.clear()
@@ -179,14 +183,15 @@ def _gathering(spoken: Sequence[Step], peers: Sequence[int], exact: bool) -> Ite
 
 def _handed_on(spoken: Sequence[Step], listener: int) -> list[tuple[Decode, int]]:
     """What a listener does with the sums, in the order in which the speaker sends them, and at which levels."""
-    chunks = {step.slot: step.chunk for step in spoken if isinstance(step, Reduce | Decode)}
+    chunks = {step.slot: step.chunks for step in spoken if isinstance(step, Reduce | Decode | Join)}
     handed_on = []
     level = 1  # a speaker has waited for its node before
     for step in spoken:
         if isinstance(step, Receive):
             level = max(level, step.level)
         elif isinstance(step, Send) and step.peer == listener:
-            handed_on.append((Decode(step.slot, chunks[step.slot]), level + 1))
+            first, *more = chunks[step.slot]
+            handed_on.append((Decode(step.slot, first, tuple(more)), level + 1))
     return handed_on
 
 

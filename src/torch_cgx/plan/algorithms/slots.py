@@ -20,6 +20,16 @@ def hop(source: int, chunk: int) -> str:
     return f"hop:{source}>{chunk}"
 
 
+def row(source: int, chunk: int) -> str:
+    """One rank's values of the chunks of a column, the first of which is this, for the rank of its row there."""
+    return f"row:{source}>{chunk}"
+
+
+def sums(source: int, chunk: int) -> str:
+    """The sums of the chunks of a rank's column, the first of which is this."""
+    return f"sums:{source}>{chunk}"
+
+
 def total(chunk: int) -> str:
     """A chunk's sum."""
     return f"sum:{chunk}"
