@@ -117,7 +117,8 @@ void cgx_plan::number_messages(int64_t world) {
 
 cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces, const cgx_slot* slots,
                        int64_t n_slots, const int64_t* inputs, int64_t n_inputs, const cgx_step* steps, int64_t n_steps,
-                       int64_t n_slices, int64_t ring, int64_t part_nbytes, int64_t n_flags) try {
+                       int64_t n_slices, int64_t ring, int64_t part_nbytes, int64_t n_flags, int* status) try {
+  *status = CGX_ERROR_ARGUMENT;
   auto plan = std::make_unique<cgx_plan>();
   plan->world = world;
   plan->dtype = dtype;
@@ -131,8 +132,10 @@ cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_
   plan->n_flags = n_flags;
   if (!plan->consistent(world)) return nullptr;
   plan->index(world);
+  *status = CGX_OK;
   return plan.release();
 } catch (const std::bad_alloc&) {
+  *status = CGX_ERROR_SHARED_MEMORY;
   return nullptr;
 }
 

@@ -128,11 +128,11 @@ typedef struct cgx_plan cgx_plan;
  * memory, and part_nbytes is what the largest slice needs there, n_flags one more than its largest flag, of all ranks
  * of the node. Without links ring is 2 and steps are in the order of their slices; with links slices overlap, and ring
  * must be as many as are under way at once, or more. NULL where a table refers outside of another, or a payload outside
- * of its slot. */
+ * of its slot (status: CGX_ERROR_ARGUMENT), or where there is no memory for it (CGX_ERROR_SHARED_MEMORY). */
 CGX_API cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces,
                                const cgx_slot* slots, int64_t n_slots, const int64_t* inputs, int64_t n_inputs,
                                const cgx_step* steps, int64_t n_steps, int64_t n_slices, int64_t ring,
-                               int64_t part_nbytes, int64_t n_flags);
+                               int64_t part_nbytes, int64_t n_flags, int* status);
 CGX_API void cgx_plan_free(cgx_plan* plan);
 
 /* ---- groups: ranks of one node share memory, ranks of different nodes are linked by connections ---- */

@@ -80,8 +80,10 @@ void a_plan_whose_sum_reads_outside_of_its_slots_is_refused() {
   const int64_t nbytes = cgx_piece_payload_nbytes(&piece, CGX_FLOAT32);
   const auto is_taken = [&](int64_t slot_nbytes, int64_t input, int64_t n_inputs, int64_t first_piece) {
     const cgx_slot slots[] = {{0, nbytes, 1, 0, 0}, {64, slot_nbytes, 1, 1, 0}};
+    int status;
     const cgx_step step = {CGX_STEP_SUM, 0, 0, first_piece, 1, 0, n_inputs, 0};
-    return Plan(cgx_plan_new(2, CGX_FLOAT32, &piece, 1, slots, 2, &input, 1, &step, 1, 1, 2, 128, 2)) != nullptr;
+    return Plan(cgx_plan_new(2, CGX_FLOAT32, &piece, 1, slots, 2, &input, 1, &step, 1, 1, 2, 128, 2, &status)) !=
+           nullptr;
   };
   if (!is_taken(nbytes, 1, 1, 0)) fail("a right plan was refused");
   if (is_taken(nbytes - 1, 1, 1, 0)) fail("an input that is too short was taken");

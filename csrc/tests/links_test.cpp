@@ -73,8 +73,9 @@ Pending one_way(int64_t rank, int64_t slices, int64_t numel, int64_t world = 2) 
     if (rank != 0) add(CGX_STEP_DECODE, 0);
   }
   Pending op;
+  int status;
   op.plan.reset(cgx_plan_new(world, CGX_FLOAT32, pieces.data(), slices, slots.data(), slices, nullptr, 0, steps.data(),
-                             int64_t(steps.size()), slices, 2, (nbytes + 63) / 64 * 64, 1));
+                             int64_t(steps.size()), slices, 2, (nbytes + 63) / 64 * 64, 1, &status));
   if (!op.plan) fail("an inconsistent plan");
   op.bits = 32;
   for (int64_t i = 0; i < slices * numel; ++i) op.values.push_back(rank == 0 ? value_of(0, i, 0) : 0);

@@ -140,9 +140,10 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
     ++slice;
   }
   const std::vector<cgx_step> ordered = steps.in_order();
+  int status;
   Plan plan(cgx_plan_new(world, CGX_FLOAT32, pieces.data(), int64_t(pieces.size()), slots.data(), int64_t(slots.size()),
                          inputs.data(), int64_t(inputs.size()), ordered.data(), int64_t(ordered.size()), slice,
-                         steps.ring(), part_nbytes, joint.node_ranks == 1 ? world : world * world));
+                         steps.ring(), part_nbytes, joint.node_ranks == 1 ? world : world * world, &status));
   if (!plan) fail("an inconsistent plan");
   return plan;
 }
@@ -191,9 +192,10 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
     start += numel;
   }
   const std::vector<cgx_step> ordered = steps.in_order();
+  int status;
   Plan plan(cgx_plan_new(world, CGX_FLOAT32, pieces.data(), int64_t(pieces.size()), slots.data(), int64_t(slots.size()),
                          inputs.data(), int64_t(inputs.size()), ordered.data(), int64_t(ordered.size()), slice,
-                         steps.ring(), part_nbytes, joint.node_ranks == 1 ? world : world * world));
+                         steps.ring(), part_nbytes, joint.node_ranks == 1 ? world : world * world, &status));
   if (!plan) fail("an inconsistent plan");
   return plan;
 }

@@ -112,7 +112,7 @@ class Recorder:
     tabled: Tabled
 
     def cgx_plan_new(self, *arguments: Any) -> int:
-        _, _, _, _, slots, _, _, _, steps, _, n_slices, ring, _, _ = arguments
+        _, _, _, _, slots, _, _, _, steps, _, n_slices, ring, *_ = arguments
         rows = []
         for step in steps:
             slot = slots[step.slot]

@@ -146,7 +146,7 @@ _SHARED_MEMORY: dict[str, tuple[object, list[object]]] = {
         c_void_p,
         [
             *(c_int64, c_int, POINTER(Piece), c_int64, POINTER(Slot), c_int64, POINTER(c_int64), c_int64),
-            *(POINTER(Step), c_int64, c_int64, c_int64, c_int64, c_int64),
+            *(POINTER(Step), c_int64, c_int64, c_int64, c_int64, c_int64, POINTER(c_int)),
         ],
     ),
     "cgx_plan_free": (None, [c_void_p]),

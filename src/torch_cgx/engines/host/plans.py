@@ -31,6 +31,7 @@ _ALIGNMENT = 64  # bytes: no two slots share a cache line
 _MARK_NBYTES = 16  # by which a rank tells its node that a payload is there
 _BYTES = 4  # a dtype of csrc/include/cgx.h: values that are only moved
 Rooms = tuple[int, int, int]
+_NO_MEMORY = -5  # a status of csrc/include/cgx.h
 _KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5, Add: 6}
 
 # The most of a slice, in bytes of values and of payloads. Small enough that what is encoded is still in the cache
@@ -177,6 +178,7 @@ class Tables:
         pieces, slots = _array(_native.Piece, self._pieces), _array(_native.Slot, self._slots)
         steps = _array(_native.Step, (self._steps[number] for number in order))
         inputs = (ctypes.c_int64 * len(self._inputs))(*self._inputs)
+        status = ctypes.c_int()
         handle = lib.cgx_plan_new(
             self._world,
             dtype,
@@ -192,7 +194,10 @@ class Tables:
             self.ring,
             self.part_nbytes,
             self._n_flags,
+            status,
         )
+        if status.value == _NO_MEMORY:
+            raise MemoryError("no memory for the plan of an operation")
         assert handle, "the native library found an inconsistent plan"
         return int(handle)
 
