@@ -49,6 +49,13 @@ HIERARCHIES = [
         {"CGX_INTRA_COMPRESS": "0", "CGX_CROSS_REDUCTION_TYPE": "GRID"},
         Topology("GRID", (0, 0, 1, 2, 3, 3), compress_inside=False),
     ),
+    pytest.param("012345", {"CGX_CROSS_REDUCTION_TYPE": "GRID"}, Topology.flat("GRID", 6), marks=pytest.mark.matrix),
+    pytest.param(
+        "00112233",
+        {"CGX_INTRA_BROADCAST": "0", "CGX_CROSS_REDUCTION_TYPE": "GRID"},
+        Topology("GRID", (0, 0, 1, 1, 2, 2, 3, 3), shares=2),
+        marks=pytest.mark.matrix,
+    ),
 ]
 
 

@@ -7,16 +7,18 @@ from random import Random
 import pytest
 
 from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.algorithms.hierarchical import most_shares
 from torch_cgx.plan.program import Encode, Join, Receive, Reduce, Send, Step, Sum
 from torch_cgx.plan.programs import EXACT, JOINED, node_slots_for, programs_for
 
-NODES = [(0, 0, 1, 1), (0, 1, 0, 0, 2), (0, 0, 0, 0, 1), (0, 1, 2, 3, 3, 1)]
+NODES = [(0, 0, 1, 1), (0, 1, 0, 0, 2), (0, 0, 0, 0, 1), (0, 1, 2, 3, 3, 1), (0, 1, 2, 3, 0, 1, 2, 3)]
 TOPOLOGIES = [
     (topology, nodes)
     for nodes in NODES
     for topology in (
         *(Topology.flat(name, len(nodes)) for name in ("SRA", "REDUCE_SCATTER", "ALL_GATHER", "EXCHANGE")),
         *(Topology.broadcast(nodes, root) for root in (0, len(nodes) - 1)),
+        *(Topology("GRID", nodes, shares) for shares in range(2, most_shares(nodes) + 1)),
         *(
             Topology(name, nodes, compress_inside=inside)
             for name in ("SRA", "RING", "GRID")
@@ -66,7 +68,12 @@ def check_views(topology: Topology, nodes: tuple[int, ...], nonempty: tuple[bool
         # No two payloads have one place or one mark. A payload that several ranks receive has one mark, many places.
         places: dict[object, object] = {}
         marks: dict[object, str] = {}
-        for view in views.values():
+        for rank, view in views.items():
+            for step in programs[rank]:
+                if isinstance(step, Join):  # its parts lie in its place, in their order
+                    parts = [view.found[name] for name in step.inputs]
+                    assert {part.place for part in parts} == {view.found[step.slot].place}
+                    assert [part.behind for part in parts] == [step.chunks[:n] for n in range(len(parts))]
             for name, slot in view.found.items():
                 is_part = name.startswith("sum:") and slot.kind == JOINED
                 place = (slot.kind, slot.place, slot.behind if is_part else None)

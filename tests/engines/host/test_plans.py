@@ -17,6 +17,8 @@ from torch_cgx.plan.layout import Layer
 pytestmark = pytest.mark.skipif(not available(), reason="installed without the native library")
 
 MB = 1 << 20
+FOURS = tuple(rank // 4 for rank in range(64))  # 16 nodes
+UNEQUAL = (0, 1, 2, *(3,) * 8)
 FUSION_NBYTES = Settings().fusion_nbytes
 QUANTIZERS = [MaxMin(1, 512), MaxMin(4, 512), MaxMin(8, 64), MaxMin(8, 1), Identity()]
 
@@ -88,18 +90,19 @@ def test_a_ring_takes_no_more_than_the_slots_of_its_hops_and_sums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "shares", "numel", "quantizer", "limit_nbytes"),
+    ("topology", "nodes", "numel", "quantizer", "limit_nbytes"),
     [
-        (tuple(rank // 4 for rank in range(64)), 4, 20 * 16384, MaxMin(8, 16384), 16 * MB),
-        (tuple(range(64)), 1, MB, MaxMin(4, 65535), 165 * MB),
+        (Topology("SRA", FOURS, 4), FOURS, 20 * 16384, MaxMin(8, 16384), 16 * MB),
+        (Topology("GRID", FOURS, 4), FOURS, 20 * 16384, MaxMin(8, 16384), 16 * MB),
+        (Topology.flat("SRA", 64), tuple(range(64)), MB, MaxMin(4, 65535), 165 * MB),
+        (Topology("GRID", UNEQUAL, compress_inside=False), tuple(range(11)), 16 * MB, MaxMin(4, 512), 32 * MB),
     ],
-    ids=["16 nodes of 4", "64 nodes of 1"],
+    ids=["16 nodes of 4", "a grid of 16 nodes of 4", "64 nodes of 1", "nodes that share no memory"],
 )
-def test_no_node_needs_more_than_allowed_where_chunks_are_empty(
-    nodes: tuple[int, ...], shares: int, numel: int, quantizer: Quantizer, limit_nbytes: int
+def test_no_node_needs_more_than_allowed(
+    topology: Topology, nodes: tuple[int, ...], numel: int, quantizer: Quantizer, limit_nbytes: int
 ) -> None:
-    """A node that owns an empty chunk needs less than the others: it cannot speak for all."""
-    topology = Topology("SRA", nodes, shares)
+    """A node that owns an empty chunk needs less than the others, and so does a rank that adds nothing up."""
     for rank in range(len(nodes)):
         plan = make_plan(
             *([Layer(numel, quantizer)], rank, topology, torch.float32),

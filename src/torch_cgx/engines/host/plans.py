@@ -244,11 +244,14 @@ def make_plan(
         largest = max(largest, topology.world * MOVED_CHUNK_NBYTES)
     slice_nbytes = max(1, min(slice_nbytes, largest))
     tables = Tables(topology.world, link_lag(topology.depth) if linked else 0, topology.depth)
+    # Were no chunk empty, the largest node would need most, and more than any does where some are; if it shares memory.
+    by_node = topology.is_flat or homes == members_of(topology.nodes)
+    neediest = [max(homes, key=len)] if by_node else homes
     while True:
         layout = layout_for(topology, layers, dtype.itemsize, slice_nbytes)
-        # Where no chunk is empty, the largest node needs most, and more than any does where some are.
-        memory_nbytes = tables.ring * _most_nbytes(layout, topology, [max(homes, key=len)], full=True)
-        if memory_nbytes > limit_nbytes:
+        memory_nbytes = tables.ring * _most_nbytes(layout, topology, neediest, full=True)
+        has_empty = any(not chunk.nbytes for part in layout.slices for chunk in part.chunks)
+        if memory_nbytes > limit_nbytes and has_empty:
             memory_nbytes = tables.ring * _most_nbytes(layout, topology, homes, full=False)
         if memory_nbytes <= limit_nbytes:
             break

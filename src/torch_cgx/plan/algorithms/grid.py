@@ -54,6 +54,7 @@ def among(
     rows = n_rows(len(ranks))
     if rows == 1:
         return scatter_reduce_allgather.among(ranks, chunks, rank, listeners, exact=exact, level=level)
+    assert not exact, "sums are exact on one node alone, which has no grid"
     columns = len(ranks) // rows
     column, place = divmod(ranks.index(rank), rows)
     of_column = [[c for c in chunks[at * rows : (at + 1) * rows] if c is not None] for at in range(columns)]
