@@ -24,7 +24,7 @@ from torch_cgx.plan.algorithms import (
     ring,
     scatter_reduce_allgather,
 )
-from torch_cgx.plan.algorithms.hierarchical import most_shares
+from torch_cgx.plan.algorithms.hierarchical import CROSS, most_shares
 from torch_cgx.plan.checker import (
     Report,
     check,
@@ -414,14 +414,17 @@ def test_no_reduction_can_be_scaled_otherwise(topology: Topology) -> None:
 
 
 def test_they_are_registered_by_the_names_that_the_variables_use() -> None:
-    assert {name: algorithm.program for name, algorithm in ALGORITHMS.items()} == {
-        "SRA": scatter_reduce_allgather.program,
-        "RING": ring.program,
-        "GRID": grid.program,
+    assert {name: cross.among for name, cross in CROSS.items()} == {
+        "SRA": scatter_reduce_allgather.among,
+        "RING": ring.among,
+        "GRID": grid.among,
+    }
+    assert {name: algorithm.program for name, algorithm in ALGORITHMS.items() if name not in CROSS} == {
         "REDUCE_SCATTER": reduce_scatter.program,
         "ALL_GATHER": all_gather.program,
         "EXCHANGE": exchange.program,
     }
+    assert list(ALGORITHMS)[: len(CROSS)] == list(CROSS)
 
 
 @pytest.mark.parametrize("algorithm", ["RING", *IN_SHARES])
@@ -433,7 +436,7 @@ def test_a_rank_outside_of_its_world_is_refused(algorithm: str, rank: int) -> No
 
 def test_chunks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="expected one for each of 2 ranks, got 3"):
-        ring.program([True] * 3, 0, 2)
+        ALGORITHMS["RING"].program([True] * 3, 0, 2)
     for in_shares in (reduce_scatter.program, all_gather.program):
         with pytest.raises(ValueError, match="expected one for each of 2 ranks, got 3"):
             in_shares([True] * 3, 0, 2)

@@ -241,7 +241,7 @@ class _Rank:
         return _Content(chunk, quantizations, scaled=scaled)
 
     def write_encoded(self, contents: Iterable[_Content], slot: str, exact: bool) -> tuple[_Content, ...]:
-        """These, quantized once more, unless they are exact, into a slot."""
+        """Write contents into a slot, quantized once more unless `exact`."""
         coded = []
         for content in contents:
             quantizations = {rank: times + (not exact) for rank, times in content.quantizations.items()}

@@ -67,7 +67,7 @@ class Slice:
     _joined: dict[tuple[int, ...], Chunk] = field(default_factory=dict, repr=False, compare=False)
 
     def joined(self, chunks: tuple[int, ...]) -> Chunk:
-        """These chunks as one, whose payload is theirs, one behind the other."""
+        """Return these chunks as one. Its payload is their payloads, concatenated."""
         if len(chunks) == 1:
             return self.chunks[chunks[0]]
         if chunks not in self._joined:

@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Encode my values of a chunk, and of more behind it, into a slot."""
+    """Encode my values of a chunk, and of any chunks in `more`, into one slot."""
 
     chunk: int
     slot: str
@@ -59,7 +59,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Wait for a peer's payload of this slot. Its level, see `schedule`, is above that of the send."""
+    """Wait for a peer's payload of this slot. The level (see `schedule`) is above that of the send."""
 
     slot: str
     peer: int
@@ -144,7 +144,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The payloads of these slots, of one chunk each, one behind the other, are the payload of another slot."""
+    """Concatenate the payloads of these slots, one chunk each, into another slot."""
 
     inputs: tuple[str, ...]
     chunks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Programs for one pattern of chunks, the slots in them, and their layouts."""
+"""Cache programs by pattern of nonempty chunks, and find the slots and layouts that they need."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SharedSlot:
 
 @lru_cache(maxsize=1024)
 def program_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> Program:
-    """The program of one rank."""
+    """Return the program of one rank."""
     return topology.program(nonempty, rank)
 
 
@@ -88,8 +88,8 @@ def node_slots_for(topology: Topology, nonempty: tuple[bool, ...], home: tuple[i
     """Return where a rank of the node `home` finds the slots that it touches.
 
     Where several ranks of a node receive the same payload from elsewhere, each has a place of its own for it, and none
-    hands it on within the node: a flat ring would, so it is for ranks that share no memory, or all of it. Payloads that
-    are joined lie behind each other from the start.
+    hands it on within the node: a flat ring would, so it is for ranks that share no memory, or all of it. The inputs
+    of a `Join` are placed next to each other, so that joining copies nothing.
     """
     elsewhere = frozenset(range(topology.world)) - frozenset(home)
     writers: dict[str, list[tuple[int, bool]]] = {}

@@ -37,7 +37,7 @@ def schedule_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> S
 
 
 def levels_of(program: Program) -> list[int]:
-    """The level of each step."""
+    """Return the level of each step."""
     levels: list[int] = []
     level = 0
     for step in program:

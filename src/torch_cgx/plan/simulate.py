@@ -202,7 +202,7 @@ def simulate(
 
 
 def _together(sizes: Sequence[Size]) -> Size:
-    """Of consecutive chunks."""
+    """Add up the sizes of several chunks."""
     if len(sizes) == 1:
         return sizes[0]
     values, nbytes, exact_nbytes = (sum(each) for each in zip(*(size[:3] for size in sizes), strict=True))

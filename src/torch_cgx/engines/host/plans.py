@@ -1,8 +1,8 @@
 """Plans: everything that one rank does in one operation, as the tables that csrc/engine runs.
 
-A rank makes its own plan from its own program and those of its node, not from everybody's: on 256 hosts that is one
-program instead of 256. Its slots are numbered for itself alone; what passes between two ranks stands in the same order
-in the tables of both.
+A rank makes its plan from its own program and those of its node, not from those of all ranks: on 256 hosts that is one
+program instead of 256. It numbers its slots for itself. Slots that pass between two ranks have the same order in the
+tables of both.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def link_lag(depth: int) -> int:
 
 
 def pipeline_values_nbytes(world: int) -> int:
-    """The most values of a slice: 4 MB on two ranks, 0.5 MB on four, at least 0.25 MB and 2 KB a pair of ranks."""
+    """Return the most bytes of values per slice: 4 MB on 2 ranks, 0.5 MB on 4, at least 0.25 MB and 2 KB per pair."""
     return max((32 << 20) // world**3, 256 << 10, world**2 * (2 << 10))
 
 
@@ -81,7 +81,7 @@ class Plan:
 
 
 class Template:
-    """One rank's rows for all slices in which the same chunks are empty, but for what differs between such slices."""
+    """The rows that all slices with the same empty chunks have in common, for one rank."""
 
     def __init__(self, program: Program, node: NodeSlots) -> None:
         chunks_of: dict[str, tuple[int, ...]] = {}
@@ -99,7 +99,7 @@ class Template:
         # Of each step: kind, slot, peer, chunks, whether it is exact, first input, inputs, partial, level.
         self.steps: list[tuple[int, int, int, tuple[int, ...], bool, int, int, int, int]] = []
         for step, level in zip(program, levels_of(program), strict=True):
-            if isinstance(step, Join):  # what is joined lies together
+            if isinstance(step, Join):  # its inputs are adjacent in memory already
                 continue
             name = step.inputs[0] if isinstance(step, Sum) else step.slot
             peer, chunks = (step.peer, ()) if isinstance(step, (Send, Receive)) else (0, step.chunks)
@@ -133,7 +133,7 @@ class Tables:
         self.part_nbytes = 0
 
     def add(self, template: Template, part: Slice, rooms: Rooms) -> None:
-        """Add one slice, whose places are so long, by kind."""
+        """Add one slice. `rooms` has the bytes per place, by kind of place."""
         first_slot, first_input, number = len(self._slots), len(self._inputs), self._slices
         ends = list(accumulate(count * room for count, room in zip(template.n_places, rooms, strict=True)))
         starts = (0, *ends)
@@ -167,7 +167,7 @@ class Tables:
         return self.ring * self.part_nbytes
 
     def _add_pieces(self, pieces: Sequence[Piece]) -> tuple[int, int]:
-        """The first one's row, and how many there are."""
+        """Append rows, and return the first one's number and their count."""
         first = len(self._pieces)
         self._pieces.extend((p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits) for p in pieces)
         return first, len(pieces)
@@ -197,7 +197,7 @@ class Tables:
             status,
         )
         if status.value == _NO_MEMORY:
-            raise MemoryError("no memory for the plan of an operation")
+            raise MemoryError("out of memory while planning an operation: free some, then restart all ranks")
         assert handle, "the native library found an inconsistent plan"
         return int(handle)
 
@@ -207,14 +207,14 @@ def aligned(nbytes: int) -> int:
 
 
 def rooms_for(node: NodeSlots | Template, part: Slice, most_chunks: int) -> Rooms:
-    """Return how long places are, so that any payload fits; of joined ones, any of so many chunks."""
+    """Return the bytes per place that fit any payload of a slice, by kind of place. A joined one has `most_chunks`."""
     compressed = max(chunk.nbytes for chunk in part.chunks)
     exact = max(chunk.exact.nbytes for chunk in part.chunks) if node.n_places[EXACT] else 0
     return aligned(compressed), aligned(exact), aligned(most_chunks * compressed)
 
 
 def _array(kind: type[ctypes.Structure], rows: Iterable[tuple[int, ...]]) -> ctypes.Array[ctypes.Structure]:
-    """Rows of a structure whose fields are all of 64 bits."""
+    """Pack rows into an array of a structure whose fields all have 64 bits."""
     words = array("q", chain.from_iterable(rows))
     return (kind * (len(words) * words.itemsize // ctypes.sizeof(kind))).from_buffer(words)
 
@@ -244,7 +244,7 @@ def make_plan(
         largest = max(largest, topology.world * MOVED_CHUNK_NBYTES)
     slice_nbytes = max(1, min(slice_nbytes, largest))
     tables = Tables(topology.world, link_lag(topology.depth) if linked else 0, topology.depth)
-    # Were no chunk empty, the largest node would need most, and more than any does where some are; if it shares memory.
+    # If ranks of a node share memory, the largest node with no chunk empty is an upper bound for all nodes.
     by_node = topology.is_flat or homes == members_of(topology.nodes)
     neediest = [max(homes, key=len)] if by_node else homes
     while True:
@@ -275,7 +275,7 @@ def make_plan(
 
 
 def _most_nbytes(layout: Layout, topology: Topology, homes: Sequence[tuple[int, ...]], *, full: bool) -> int:
-    """Return what the largest slice needs on the one of these nodes that needs most; `full`: were no chunk empty."""
+    """Return the most memory that a slice needs on any of these nodes. `full`: assume that no chunk is empty."""
     most_payload = most_flags = 0
     for part in layout.slices:
         nonempty = tuple(full or chunk.nbytes > 0 for chunk in part.chunks)
@@ -284,5 +284,5 @@ def _most_nbytes(layout: Layout, topology: Topology, homes: Sequence[tuple[int, 
             rooms = rooms_for(node, part, topology.most_chunks)
             needed = sum(count * room for count, room in zip(node.n_places, rooms, strict=True))
             most_payload, most_flags = max(most_payload, needed), max(most_flags, node.n_flags)
-    # What a group of several nodes has beside payloads.
+    # Groups of several nodes also keep marks.
     return most_payload + (most_flags * _MARK_NBYTES + _ALIGNMENT if len(homes[0]) < topology.world else 0)

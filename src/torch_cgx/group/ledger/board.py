@@ -113,7 +113,7 @@ class _BoardEntry:
 
 
 class _LinkedEntry(_BoardEntry):
-    """A call between hosts, which starts when all ranks have told each other that they made it."""
+    """A call between hosts. It starts once every rank has announced it."""
 
     def __init__(
         self, board: SharedGroup, number: int, what: str, starter: Starter, comparison: NativeComparison

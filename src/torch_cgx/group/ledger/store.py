@@ -1,4 +1,4 @@
-"""The ledger of groups in which a rank has no native engine: calls are compared over Gloo, and told in the store."""
+"""The ledger of groups with a rank that lacks the native engine. Ranks compare calls over Gloo and publish them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The algorithms: pure functions from (chunks, rank, world) to a program.
 
-They know neither values nor bytes nor who carries them. A new one is one file here and one line in the table, but for
-the hierarchy and the broadcast, which look at nodes. A `Topology` names an algorithm and where ranks are: all that
-decides about programs but for the chunks.
+They know neither values nor bytes nor who carries them. A new one is one file here and one line in a table: an
+allreduce in `hierarchical.CROSS`, any other in `ALGORITHMS`. A `Topology` names an algorithm and where ranks are: all
+that decides about programs but for the chunks.
 """
 
 from __future__ import annotations
@@ -18,19 +18,28 @@ from torch_cgx.plan.algorithms import (
     grid,
     hierarchical,
     reduce_scatter,
-    ring,
-    scatter_reduce_allgather,
 )
+from torch_cgx.plan.algorithms.flat import owned_chunks
 from torch_cgx.plan.program import Program
 
 __all__ = ["ALGORITHMS", "IN_SHARES", "Flat", "Topology"]
 
 
 class Flat(NamedTuple):
-    """An algorithm that does not look at nodes, on slices of one chunk a rank."""
+    """An algorithm that ignores nodes. Its slices have one chunk per rank."""
 
     program: Callable[[Sequence[bool], int, int], Program]  # which chunks are not empty, rank, world
     depth: Callable[[int], int]  # of so many ranks: the greatest level of a step, see `schedule`
+
+
+def _flat_program(among: hierarchical.Among) -> Callable[[Sequence[bool], int, int], Program]:
+    """Return an algorithm between speakers as one between all ranks. The only rank of a world does nothing."""
+
+    def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
+        chunks = owned_chunks(chunks_nonempty, rank, world)
+        return tuple(among(range(world), chunks, rank)) if world > 1 else ()
+
+    return program
 
 
 def _one_message(world: int) -> int:
@@ -39,9 +48,7 @@ def _one_message(world: int) -> int:
 
 # By the names that CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE have. The last three are no allreduces.
 ALGORITHMS: Mapping[str, Flat] = {
-    "SRA": Flat(scatter_reduce_allgather.program, scatter_reduce_allgather.depth),
-    "RING": Flat(ring.program, ring.depth),
-    "GRID": Flat(grid.program, grid.depth),
+    **{name: Flat(_flat_program(cross.among), cross.depth) for name, cross in hierarchical.CROSS.items()},
     "REDUCE_SCATTER": Flat(reduce_scatter.program, _one_message),
     "ALL_GATHER": Flat(all_gather.program, _one_message),
     "EXCHANGE": Flat(exchange.program, _one_message),
@@ -104,17 +111,17 @@ class Topology:
 
     @property
     def most_chunks(self) -> int:
-        """How many chunks a payload has at most."""
+        """Return the most chunks that one payload holds."""
         return grid.n_rows(self.n_nodes) if self.algorithm == "GRID" else 1
 
     @property
     def sums_in_steps(self) -> bool:
-        """Whether sums that are not complete are made among a rank's values."""
+        """Return whether a rank's values hold partial sums between steps."""
         return self.algorithm in ("RING", "GRID") or not self.is_flat
 
     @property
     def depth(self) -> int:
-        """The greatest level of a step of any rank, see `schedule`."""
+        """Return the greatest level of any rank's steps, see `schedule`."""
         if self.root is not None:
             return broadcast.depth(self.nodes, self.root)
         if self.is_flat:

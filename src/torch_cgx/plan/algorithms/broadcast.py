@@ -22,7 +22,7 @@ def n_chunks(nodes: Sequence[int]) -> int:
 
 
 def depth(nodes: Sequence[int], root: int) -> int:
-    """Return how many messages a chunk takes at most: to its speaker, to another, and to a rank of that one's node."""
+    """Return the longest path of a chunk in messages: to its speaker, to another, and to a rank of that node."""
     listens = max(Counter(node for node in nodes if node != nodes[root]).values(), default=1) > 1
     near = int(nodes.count(nodes[root]) > 1)
     return max(near, min(len(set(nodes)) - 1, 2) + listens)

@@ -1,8 +1,8 @@
-"""The grid: ranks in rows and columns, each of which meets only those of its own row and column.
+"""The grid: each rank exchanges payloads only with the ranks of its own row and column.
 
-Rank c owns chunk c; the ranks of a column, and so their chunks, follow each other. With R rows and C columns each rank
-sends 2 (R - 1) + 2 (C - 1) messages, where SRA has 2 (N - 1), and as many bytes: what goes along a row holds the chunks
-of a whole column. But every contribution is quantized up to three times, once more than by SRA.
+Rank c owns chunk c. The ranks of a column are consecutive, and so are their chunks. With R rows and C columns each rank
+sends 2 (R - 1) + 2 (C - 1) messages, where SRA sends 2 (N - 1). It sends the same bytes, because a message along a row
+holds the chunks of a whole column. Every contribution is quantized up to three times, once more than by SRA.
 """
 
 from __future__ import annotations
@@ -11,26 +11,19 @@ from collections.abc import Sequence
 from math import isqrt
 
 from torch_cgx.plan.algorithms import scatter_reduce_allgather
-from torch_cgx.plan.algorithms.flat import owned_chunks
 from torch_cgx.plan.algorithms.slots import row, sums, total
-from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Send, Step
+from torch_cgx.plan.program import Add, Decode, Encode, Join, Receive, Send, Step
 
-__all__ = ["among", "depth", "n_rows", "program"]
+__all__ = ["among", "depth", "n_rows"]
 
 
 def n_rows(world: int) -> int:
-    """The most rows that are no more than columns; 1 where there is no grid, which then is SRA."""
+    """Return the number of rows of the most square grid; 1 if the number of ranks is prime."""
     return next(rows for rows in range(isqrt(world), 0, -1) if world % rows == 0)
 
 
 def depth(world: int) -> int:
     return 4 if n_rows(world) > 1 else scatter_reduce_allgather.depth(world)
-
-
-def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
-    """The steps of one rank. Nothing is done for an empty chunk, nor by the only rank of a world."""
-    chunks = owned_chunks(chunks_nonempty, rank, world)
-    return tuple(among(range(world), chunks, rank)) if world > 1 else ()
 
 
 def among(
@@ -42,14 +35,16 @@ def among(
     exact: bool = False,
     level: int = 0,
 ) -> list[Step]:
-    """The steps of one of these ranks, who own one of these chunks each; None: an empty one. They begin at a level.
+    """Return one rank's steps. Each of `ranks` owns the chunk at its index in `chunks`; None marks an empty chunk.
+
+    The first steps run at `level`.
 
     1. For each other rank of my row, encode my values of its column's chunks and send them to it.
-    2. Receive what the others of my row have of my column's chunks, and add it to mine.
-    3. Of these sums, reduce my own chunk together with my column, by SRA.
-    4. Send all sums of my column to the others of my row, as one payload; receive and decode those of theirs.
+    2. Receive my column's chunks from the other ranks of my row, and add them to my values.
+    3. Run SRA within my column.
+    4. Send my column's sums to the other ranks of my row as one payload. Receive and decode their columns' sums.
 
-    To the listeners, who are none of these ranks, this rank sends the sums of every column on.
+    This rank also forwards the sums of every column to the listeners, who are none of these ranks.
     """
     rows = n_rows(len(ranks))
     if rows == 1:

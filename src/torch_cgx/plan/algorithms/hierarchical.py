@@ -43,7 +43,7 @@ class Among(Protocol):
 
 
 class Cross(NamedTuple):
-    """How speakers reduce their share."""
+    """An algorithm between the speakers of one share."""
 
     among: Among
     depth: Callable[[int], int]  # of so many speakers: the greatest level of a step, see `schedule`
@@ -67,7 +67,7 @@ def n_chunks(nodes: Sequence[int], shares: int) -> int:
 
 
 def depth(nodes: Sequence[int], cross: str) -> int:
-    """Return how many messages follow each other: to a speaker, what speakers have, and from one to its node."""
+    """Return the greatest level: a message to a speaker, those between speakers, and one from a speaker to its node."""
     n_nodes = len(set(nodes))
     return CROSS[cross].depth(n_nodes) + 2 * (len(nodes) > n_nodes)
 
@@ -145,7 +145,7 @@ def _spoken(
     cross: str,
     exact: bool,
 ) -> tuple[tuple[Step, ...], ...]:
-    """What the speaker of each share on a node does across nodes, and sends on within; all ranks of it ask for that."""
+    """Return the steps between nodes of each speaker of a node, with its sends to listeners."""
     spoken = []
     for share, speaker in enumerate(home[:shares]):
         first = share * len(members)
@@ -182,7 +182,7 @@ def _gathering(spoken: Sequence[Step], peers: Sequence[int], exact: bool) -> Ite
 
 
 def _handed_on(spoken: Sequence[Step], listener: int) -> list[tuple[Decode, int]]:
-    """What a listener does with the sums, in the order in which the speaker sends them, and at which levels."""
+    """Return a listener's decodes in the order of the speaker's sends, each with its level."""
     chunks = {step.slot: step.chunks for step in spoken if isinstance(step, Reduce | Decode | Join)}
     handed_on = []
     level = 1  # a speaker has waited for its node before

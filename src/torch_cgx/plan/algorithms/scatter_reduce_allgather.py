@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_cgx.plan.algorithms.flat import owned_chunks
 from torch_cgx.plan.algorithms.slots import part, total
-from torch_cgx.plan.program import Decode, Encode, Program, Receive, Reduce, Send, Step
+from torch_cgx.plan.program import Decode, Encode, Receive, Reduce, Send, Step
 
-__all__ = ["among", "depth", "program"]
+__all__ = ["among", "depth"]
 
 
 def depth(world: int) -> int:
     return 2 if world > 1 else 0
-
-
-def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
-    """The steps of one rank. Nothing is done for an empty chunk, nor by the only rank of a world."""
-    chunks = owned_chunks(chunks_nonempty, rank, world)
-    return tuple(among(range(world), chunks, rank)) if world > 1 else ()
 
 
 def among(
@@ -34,7 +27,9 @@ def among(
     exact: bool = False,
     level: int = 0,
 ) -> list[Step]:
-    """The steps of one of these ranks, who own one of these chunks each; None: an empty one. They begin at a level.
+    """Return one rank's steps. Each of `ranks` owns the chunk at its index in `chunks`; None marks an empty chunk.
+
+    The first steps run at `level`.
 
     1. Scatter: for each peer, encode my values of its chunk and send them to it.
     2. Reduce: receive all peers' values of my chunk, add them to mine in the order of the ranks, encode the sum.

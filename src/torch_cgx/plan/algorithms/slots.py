@@ -21,12 +21,12 @@ def hop(source: int, chunk: int) -> str:
 
 
 def row(source: int, chunk: int) -> str:
-    """One rank's values of the chunks of a column, the first of which is this, for the rank of its row there."""
+    """Name one rank's values of another column. `chunk` is the first of that column."""
     return f"row:{source}>{chunk}"
 
 
 def sums(source: int, chunk: int) -> str:
-    """The sums of the chunks of a rank's column, the first of which is this."""
+    """Name the joined sums of a rank's column. `chunk` is the first of that column."""
     return f"sums:{source}>{chunk}"
 
 
