@@ -107,7 +107,9 @@ bench: $(STAMP)
 		--bucket-mb 36 --rounds 14 --steps 3 --data $(ACCURACY_DATA)/tinyshakespeare.txt --json $(RESULTS)/speedup.json
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/page.py
-	$(BIN)/python benchmarks/plan_validation.py --doc docs/plan.md
+	$(BIN)/python benchmarks/plan_runs.py
+	$(BIN)/python benchmarks/plan_validation.py --doc docs/plan-validation.md
+	$(BIN)/python benchmarks/plan_curves.py
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check pypiquant
 	$(BENCH_KERNELS) --json $(RESULTS)/kernels-best-level.json --plot docs/kernels.png
 	$(BENCH_KERNELS) --sizes 64M --dtypes float32 --threads 1,2 --json $(RESULTS)/kernels-threads.json
@@ -167,7 +169,8 @@ $(STAMP): $(SOURCES)
 	@echo "Installing torch, the tools and this package into $(VENV); the first time takes some minutes."
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@sh tools/uv-install $(BIN)/python "$(TORCH)" cmake ninja --requirements pyproject.toml --extra dev || true
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "scikit-build-core>=1.0" cmake ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "scikit-build-core>=1.0" cmake ninja \
+		"pip>=22.3" # which can install into another environment
 	$(BIN)/python -m pip uninstall --quiet --quiet --yes pytorch-cgx # our name before 1.0, with the same files
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--config-settings=build-dir=build/pip ".[dev]"

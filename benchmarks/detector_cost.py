@@ -79,7 +79,7 @@ def rank_main(rank: int, where: str, port: int, queue: Any) -> None:
 
 def over_shared_memory() -> dict[str, float]:
     group: Any = dist.group.WORLD
-    shared = group._shared
+    shared = group._parts.native
     call = prepared_call()
     x = torch.ones(NUMEL)
 
@@ -103,9 +103,9 @@ def over_gloo() -> dict[str, float]:
         dist.all_reduce(x)
 
     def not_compared() -> None:
-        group._gloo.allreduce([x]).wait()
+        group._parts.gloo.allreduce([x]).wait()
 
-    found = {"note_us": alone_us(lambda: group._ledger.note(call))}
+    found = {"note_us": alone_us(lambda: group._parts.ledger.note(call))}
     return found | compared(not_compared, compared_first, x)
 
 

@@ -1,12 +1,10 @@
-"""Hold `cgx plan` against what was measured and against what was published: the tables of docs/plan.md.
+"""Hold `cgx plan` against what was measured and against what was published: the tables of docs/plan-validation.md.
 
-    python benchmarks/plan_validation.py [FILE.json ...] [--doc docs/plan.md]
+    python benchmarks/plan_validation.py [FILE.json ...] [--doc docs/plan-validation.md]
 
-Without files, the newest runs between nodes in benchmarks/results. Nothing is fitted to a row
-that is judged. A machine's constants come from the kernels' own benchmark there and from one run (calibration_of): an
-allreduce at 10 Gbit/s, where processors and not links are the limit. Two numbers are fitted to its rows of 64 MB: what
-a byte costs a processor at each end, to Gloo's own all_reduce; and what a message costs it, to ours over Gloo. Two more
-to its rows of 64 KB, where it has them: what it takes each of the two to begin. Rates of links are those that were set.
+Without files, the newest runs of plan_runs.py. Nothing is fitted to a row that is judged. A machine's constants come
+from the kernels' own benchmark there and from allreduces on two nodes at 10 Gbit/s, where processors and not links are
+the limit. Each constant is fitted to the row that tells most of it (FITS). Rates of links are those that were set.
 """
 
 from __future__ import annotations
@@ -21,40 +19,46 @@ from statistics import median
 from typing import Any
 
 from markers import short_cpu, write_between
-from results import RESULTS, machine_of, newest, newest_of_each
+from results import machine_of, newest, newest_of_each
 from torch_cgx.cli.bench.train_report import IDEAL
 from torch_cgx.cli.plan.inputs import input_of_run, link_rate, workload_of_numbers
 from torch_cgx.cli.plan.model import EXACT, FP16, Bucket, Plan, Site, Way, Workload
-from torch_cgx.cli.plan.sites import ETHERNET, make_site, read_speeds
+from torch_cgx.cli.plan.sites import make_site, read_speeds
 from torch_cgx.cli.table import format_markdown, format_nbytes, format_seconds
-from torch_cgx.plan.simulate import Speeds, Wire
+from torch_cgx.plan.costs import ETHERNET, HOST, Speeds, Wire
 
-# The run that a machine's constants are fitted to, and what times its kernels.
-CALIBRATIONS = (
-    ("plan-nodes-2x1-10gbit.json", "plan-kernels.json"),  # of plan_runs.py
-    ("nodes-2x1-10gbit.json", "kernels-best-level.json"),  # of `make bench`
-)
+KERNELS = "plan-kernels.json"
+CALIBRATION = ("plan-calibration-4-bits.json", "plan-calibration-exact.json")
 MEASURED = ("<!-- measured: begin (python benchmarks/plan_validation.py) -->", "<!-- measured: end -->")
 PUBLISHED = ("<!-- published: begin (python benchmarks/plan_validation.py) -->", "<!-- published: end -->")
 LATENCY_S = 50e-6  # of a message between two namespaces of one host
-# Their cgx rows were 38 and 41 % off, until messages' fixed times were no longer multiplied where ranks share a core:
-# whoever has changed the model after a look at a row cannot be judged by it.
-SEEN = ("2026-11-16-epyc/nodes-2x2-1gbit.json", "2026-11-16-epyc/nodes-2x2-1gbit-no-broadcast.json")
 BUSY = 0.5  # cores at the start: others had the processors, whatever was predicted
 FAST = 10e9  # from this rate on, 30 % off is allowed; below, 15 %
 _WITHOUT_RATE = 100e9
 _SWEEPS = 8
 
 
+LARGE, SMALL = 64 << 20, 64 << 10
+# Which constant is fitted to which row of the calibration: (backend, bits, bytes), and the most that it can be.
+FITS = {
+    "gloo_byte_s": (("gloo", 32, LARGE), 1e-8),
+    "gloo_start_s": (("gloo", 32, SMALL), 1e-2),
+    "byte_s": (("cgx", 32, LARGE), 1e-8),
+    "message_s": (("cgx", 4, LARGE), 1e-2),
+    "start_s": (("cgx", 4, SMALL), 1e-2),
+}
+
+
 @dataclass(frozen=True)
 class Constants:
-    """Of a machine. What was calibrated is seconds of a processor at each end."""
+    """Of a machine: seconds, of a processor where a byte or a message costs them at each end."""
 
     speeds: Speeds
-    byte_s: float
-    message_s: float  # of ours; Gloo's own messages are driven by no Python, and few
-    start_s: float = 0.0  # until an operation of ours begins
-    exact_start_s: float = 0.0  # and one of Gloo's
+    gloo_byte_s: float = 0.0
+    gloo_start_s: float = 0.0  # until an operation of Gloo begins
+    byte_s: float = 0.0
+    message_s: float = 0.0
+    start_s: float = 0.0
 
 
 def site_of(run: dict[str, Any], constants: Constants) -> Site:
@@ -62,48 +66,39 @@ def site_of(run: dict[str, Any], constants: Constants) -> Site:
     settings, link = run["settings"], run["link"]
     ranks, nodes = settings["nproc"], settings["nodes"] or 1
     rate = (link_rate(link["rate"]) if link["rate"] else _WITHOUT_RATE) / 8 * ETHERNET
-
-    def wires(message_s: float) -> tuple[Wire, Wire]:
-        near, far = (Wire(each, LATENCY_S, message_s, constants.byte_s) for each in (_WITHOUT_RATE / 8, rate))
-        return near, far
-
-    near, far = wires(constants.message_s)
-    exact_near, exact_far = wires(0.0)
     return Site(
         ranks,
         "cpu",
-        {"SHM": near, "GLOO": near},
-        {"GLOO": far},
+        {"SHM": HOST.within},
+        {"TCP": Wire(rate, LATENCY_S, constants.message_s, constants.byte_s)},
         constants.speeds,
-        exact_near,
-        exact_far,
+        Wire(_WITHOUT_RATE / 8, LATENCY_S, 0.0, constants.gloo_byte_s),
+        Wire(rate, LATENCY_S, 0.0, constants.gloo_byte_s),
         cores=(link.get("node_cores") or run["machine"]["cores"] / nodes) / ranks,
         block=settings["bucket_size"],
         steals_kernels=True,
         steals_transport=True,
         start_s=constants.start_s,
-        exact_start_s=constants.exact_start_s,
+        exact_start_s=constants.gloo_start_s,
     )
 
 
-def way_of(run: dict[str, Any], name: str) -> Way:
+def way_of(name: str) -> Way:
     """As the run was made; its settings do not tell, but its file's name does."""
-    return Way("SRA", "no-broadcast" not in name, "SHM", "GLOO")
+    algorithm = next((each for each in ("GRID", "RING") if name.endswith(each.lower())), "SRA")
+    return Way(algorithm, inner="SHM", cross="TCP")
 
 
 def allreduce_rows(run: dict[str, Any], name: str, constants: Constants) -> Iterator[tuple[str, float, float]]:
     plan = Plan(site_of(run, constants), Workload(0, 1, 0, (Bucket(1, 0),)))
-    nodes = run["settings"]["nodes"]
     for cell in run["cells"]:
         ours = cell["backend"] == "cgx"
-        contestant = f"{cell['bits']} bits" if ours else EXACT
-        way = way_of(run, name) if ours else None
-        predicted = plan.duration(contestant, cell["numel"], nodes, way).seconds
-        yield (
-            f"all_reduce {format_nbytes(cell['nbytes'])}, {_title(cell['backend'], contestant)}",
-            predicted,
-            cell["median_s"],
-        )
+        contestant = f"{cell['bits']} bits" if cell["bits"] < 32 else EXACT
+        way = way_of(name) if ours else None
+        predicted = plan.duration(contestant, cell["numel"], run["settings"]["nodes"], way).seconds
+        title = f"cgx {contestant}{'' if way_of(name).algorithm == 'SRA' else f', {way_of(name).algorithm}'}"
+        what = f"all_reduce {format_nbytes(cell['nbytes'])}, {title if ours else cell['backend']}"
+        yield what, predicted, cell["median_s"]
 
 
 def in_step(workload: Workload, run: Mapping[str, Any]) -> Workload:
@@ -130,7 +125,7 @@ def train_rows(run: dict[str, Any], name: str, constants: Constants) -> Iterator
     for cell in run["cells"]:
         contestant, way = cell["contestant"], None
         if contestant.startswith("cgx-") and contestant != "cgx-32":
-            contestant, way = f"{contestant[4:]} bit{'s' * (contestant != 'cgx-1')}", way_of(run, name)
+            contestant, way = f"{contestant[4:]} bit{'s' * (contestant != 'cgx-1')}", way_of(name)
         elif contestant in ("gloo", "fp16"):
             contestant = EXACT if contestant == "gloo" else FP16
         else:
@@ -139,67 +134,50 @@ def train_rows(run: dict[str, Any], name: str, constants: Constants) -> Iterator
         yield f"step of {run['model']['name']}, {cell['contestant']}", predicted, cell["median_s"]
 
 
-def _title(backend: str, contestant: str) -> str:
-    return f"cgx {contestant}" if backend == "cgx" else backend
-
-
 ROWS: dict[str, Callable[[dict[str, Any], str, Constants], Iterator[tuple[str, float, float]]]] = {
     "allreduce": allreduce_rows,
     "train": train_rows,
 }
 
 
-def calibrate(run: dict[str, Any], speeds: Speeds) -> Constants:
+def calibrate(runs: Sequence[dict[str, Any]], speeds: Speeds) -> Constants:
     """By halving, each constant by the row that tells most of it, until they agree with each other."""
-    sizes = {cell["nbytes"] for cell in run["cells"]}
-    fits = [("byte_s", "gloo", max(sizes), 1e-8), ("message_s", "cgx", max(sizes), 1e-2)]
-    if len(sizes) > 1:
-        fits += [("exact_start_s", "gloo", min(sizes), 1e-2), ("start_s", "cgx", min(sizes), 1e-2)]
+    cells = {(cell["backend"], cell["bits"], cell["nbytes"]): (run, cell) for run in runs for cell in run["cells"]}
 
-    def excess_s(constants: Constants, backend: str, nbytes: int) -> float:
-        cells = [cell for cell in run["cells"] if (cell["backend"], cell["nbytes"]) == (backend, nbytes)]
-        ((_, found, measured),) = allreduce_rows({**run, "cells": cells}, "", constants)
+    def excess_s(constants: Constants, row: tuple[str, int, int]) -> float:
+        run, cell = cells[row]
+        ((_, found, measured),) = allreduce_rows({**run, "cells": [cell]}, "", constants)
         return found - measured
 
-    constants = Constants(speeds, 0.0, 0.0)
+    constants = Constants(speeds)
     for _ in range(_SWEEPS):
-        for name, backend, nbytes, high in fits:
-            low = 0.0
+        for name, (row, most) in FITS.items():
+            low, high = 0.0, most
             for _ in range(30):
                 constants = replace(constants, **{name: (low + high) / 2})
-                if excess_s(constants, backend, nbytes) > 0:
+                if excess_s(constants, row) > 0:
                     high = (low + high) / 2
                 else:
                     low = (low + high) / 2
+    for name, (row, _) in FITS.items():
+        off = excess_s(constants, row) / cells[row][1]["median_s"]
+        assert abs(off) < 0.01 or getattr(constants, name) < 1e-12, f"{name}: {row} is {off:.1%} off"
     return constants
 
 
-def calibration_of(machine: str) -> tuple[Path, Path]:
-    """Return the run that this machine's constants are fitted to, and the benchmark of its kernels."""
-    for names in CALIBRATIONS:
-        if all(any(RESULTS.glob(f"*-{machine}/{name}")) for name in names):
-            return newest(names[0], machine), newest(names[1], machine)
-    raise FileNotFoundError(f"{machine}: expected one of {CALIBRATIONS} in {RESULTS}: run benchmarks/plan_runs.py")
+def calibration_of(machine: str) -> list[Path]:
+    """Return the runs that this machine's constants are fitted to."""
+    return [newest(name, machine) for name in CALIBRATION]
 
 
 def constants_of(machine: str) -> Constants:
-    """Calibrate a machine, and check that its constants predict the run that they were fitted to."""
-    path, kernels = calibration_of(machine)
-    run = json.loads(path.read_text())
-    constants = calibrate(run, read_speeds(kernels))
-    for what, predicted_s, measured_s in allreduce_rows(run, "", constants):
-        assert math.isclose(predicted_s, measured_s, rel_tol=0.001), (what, predicted_s, measured_s)
-    return constants
+    runs = [json.loads(path.read_text()) for path in calibration_of(machine)]
+    return calibrate(runs, read_speeds(newest(KERNELS, machine)))
 
 
 def load_of(run: Mapping[str, Any]) -> tuple[str, bool]:
-    """How busy the machine was at the start, and whether that was too much.
-
-    Of older files only the load average is known, which the run just before has raised to one process for each core.
-    """
-    if run.get("busy_cores") is not None:
-        return f"{run['busy_cores']:.1f} cores", run["busy_cores"] > BUSY
-    return f"{run['load']:.1f}", run["load"] > run["machine"]["cores"] + BUSY
+    """How busy the machine was at the start, and whether that was too much."""
+    return f"{run['busy_cores']:.1f} cores", run["busy_cores"] > BUSY
 
 
 @dataclass(frozen=True)
@@ -240,8 +218,7 @@ def rows_of(path: Path, machines: dict[str, Constants]) -> Iterator[Row]:
     goal = 0.30 if link_rate(rate) >= FAST else 0.15
     load, busy = load_of(run)
     for what, predicted_s, measured_s in ROWS[run["kind"]](run, path.stem, constants):
-        seen = path.resolve() == calibration_of(machine)[0] or (_name(path) in SEEN and "cgx" in what)
-        unjudged = "seen" if seen else "busy" if busy else None
+        unjudged = "seen" if path.name in CALIBRATION else "busy" if busy else None
         place = f"{settings['nodes']} x {settings['nproc']}"
         yield Row(run["machine"]["cpu"], place, rate, what, predicted_s, measured_s, goal, unjudged, load, path)
 
@@ -250,9 +227,10 @@ def measured_tables(paths: Sequence[Path]) -> str:
     machines: dict[str, Constants] = {}
     rows = [row for path in paths for row in rows_of(path, machines)]
     told = [
-        f"Calibrated on `{_name(calibration_of(machine)[0])}`: a byte costs a processor "
-        f"{constants.byte_s * 1e9:.2f} ns at each end, and a message of ours {constants.message_s * 1e6:.0f} us"
-        f"{_starts(constants)}."
+        f"Calibrated on the {machine.title()}: of a processor, a message of ours costs {constants.message_s * 1e6:.1f} "
+        f"us and {constants.byte_s * 1e9:.2f} ns per byte at each end, and Gloo's {constants.gloo_byte_s * 1e9:.2f} ns "
+        f"per byte. An operation begins after {constants.start_s * 1e6:.0f} us, one of Gloo's after "
+        f"{constants.gloo_start_s * 1e6:.0f} us."
         for machine, constants in machines.items()
     ]
     judged = [row for row in rows if not row.unjudged]
@@ -273,12 +251,6 @@ def measured_tables(paths: Sequence[Path]) -> str:
         "</details>",
     ]
     return "\n".join([*told, "", _summary(judged), "", *every])
-
-
-def _starts(constants: Constants) -> str:
-    """Where they were fitted."""
-    ours, exact = constants.start_s, constants.exact_start_s
-    return f"; an operation begins after {ours * 1e6:.0f} us, one of Gloo's after {exact * 1e6:.0f}" if exact else ""
 
 
 def _summary(judged: Sequence[Row]) -> str:
@@ -388,9 +360,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, help="of `cgx bench allreduce` or `train`, between nodes")
     parser.add_argument("--doc", type=Path, help="write the tables into this file, between its markers")
     options = parser.parse_args()
-    files = options.files or [
-        path for pattern in ("nodes-*.json", "train-*.json", "plan-*.json") for path in newest_of_each(pattern)
-    ]
+    files = options.files or newest_of_each("plan-*.json")
     tables = {MEASURED: measured_tables(files), PUBLISHED: published_table()}
     for (begin, end), table in tables.items():
         print(table, end="\n\n")

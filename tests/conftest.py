@@ -33,9 +33,12 @@ settings.load_profile("cgx")
 # taken last keeps one of them busy while the others have nothing left to do.
 SLOWEST_FIRST = (
     "faults/test_fault_matrix.py",
+    "docs/test_install.py",
+    "plan/test_ring_of_slices.py",
+    "examples/test_ffcv.py",
+    "group/test_recovery.py",
     "examples/test_examples.py",
     "integrations/test_frameworks.py",
-    "docs/test_install.py",
     "kernels/triton/test_compiled.py",
     "integrations/test_launched_ranks.py",
     "cli/bench/test_allreduce.py",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_cgx.config import VARIABLES, Compression, Settings, compression_from_environ, unknown_variables
+from torch_cgx.config import VARIABLES, Compression, LinkCosts, Settings, compression_from_environ, unknown_variables
 
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 BUCKET = "CGX_COMPRESSION_BUCKET_SIZE"
@@ -35,6 +35,8 @@ def test_without_variables_the_defaults_hold_and_nothing_is_compressed() -> None
         ("CGX_INNER_REDUCTION_TYPE", "RING", "inner_reduction", "RING"),
         ("CGX_CROSS_REDUCTION_TYPE", "sra", "cross_reduction", "SRA"),
         ("CGX_CROSS_REDUCTION_TYPE", "Ring", "cross_reduction", "RING"),
+        ("CGX_CROSS_REDUCTION_TYPE", "auto", "cross_reduction", "AUTO"),
+        ("CGX_LINK_COSTS", "25gbit,8.5us", "link_costs", "25gbit,8.5us"),
         ("CGX_INTRA_BROADCAST", "1", "intra_broadcast", True),
         ("CGX_INTRA_BROADCAST", "0", "intra_broadcast", False),
         ("CGX_INTRA_COMPRESS", "1", "intra_compress", True),
@@ -98,6 +100,10 @@ def test_cuda_tensors_go_over_nccl_unless_told_otherwise_and_cpu_tensors_never(
         ("CGX_CROSS_COMMUNICATOR_TYPE", "SHM"),
         ("CGX_INNER_REDUCTION_TYPE", "TREE"),
         ("CGX_CROSS_REDUCTION_TYPE", "ALL_TO_ALL"),
+        ("CGX_LINK_COSTS", "10"),
+        ("CGX_LINK_COSTS", "10gbit,8"),
+        ("CGX_LINK_COSTS", "1000tbit"),
+        ("CGX_LINK_COSTS", "0mbit"),
         ("CGX_INTRA_BROADCAST", "true"),
         ("CGX_INTRA_COMPRESS", "-1"),
         ("CGX_STREAMS", "0"),
@@ -169,7 +175,7 @@ def test_a_compression_outside_its_range_cannot_be_made(bits: int, block: int) -
 
 
 def test_the_fingerprint_is_what_ranks_must_share_and_goes_through_json() -> None:
-    mine = Settings(node_id="a", num_threads=1, simd="scalar", socket_interface="eth0")
+    mine = Settings(node_id="a", num_threads=1, simd="scalar", socket_interface="eth0", link_costs="1gbit")
     theirs = Settings(node_id="b", num_threads=4, simd="avx2", socket_interface="eth1")
     assert mine.fingerprint() == theirs.fingerprint()
     assert json.loads(json.dumps(mine.fingerprint())) == mine.fingerprint()
@@ -189,6 +195,12 @@ def test_the_fingerprint_is_what_ranks_must_share_and_goes_through_json() -> Non
     }
     for name, other in others.items():
         assert Settings(**{name: other}).fingerprint() != mine.fingerprint()  # type: ignore[arg-type]
+
+
+def test_costs_of_a_link_are_a_rate_and_microseconds_per_message() -> None:
+    assert LinkCosts.parse(None) == LinkCosts.parse("") == LinkCosts()
+    assert LinkCosts.parse("100mbit") == LinkCosts(12.5e6, None)
+    assert LinkCosts.parse("1.6Tbit,8.5us") == LinkCosts(200e9, pytest.approx(8.5e-6))
 
 
 def test_settings_do_not_change() -> None:

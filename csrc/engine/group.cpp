@@ -36,6 +36,11 @@ std::vector<Row> rows_in(const Segment& control, const Segment& elsewhere, const
   return rows;
 }
 
+// Where decoded values go.
+uint8_t* result_of(const Operation& op) {
+  return static_cast<uint8_t*>(op.what.share ? op.what.share : op.what.values);
+}
+
 int64_t aligned(int64_t nbytes) { return (nbytes + 127) / 128 * 128; }
 
 }  // namespace
@@ -113,9 +118,12 @@ int64_t Group::note(const cgx_call& call) {
 int64_t Group::submit(const cgx_call& call, cgx_submission* what) {
   if (closed_.load()) return CGX_ERROR_CLOSED;
   if (status_.load() != CGX_OK) return status_.load();
-  if (what->plan && what->plan->world != world_) return CGX_ERROR_ARGUMENT;
-  const bool runs_here = linked_ || (what->plan && what->plan->in_slice_order && what->plan->ring == 2 &&
-                                     what->plan->n_flags <= layout_.flags_per_rank);
+  const cgx_plan* plan = what->plan;
+  if (plan && plan->world != world_) return CGX_ERROR_ARGUMENT;
+  // MPI may read and write a payload after the group has failed, when its tensor may be gone.
+  const bool runs_here = linked_ ? !plan || plan->in_memory || (!mpi_ && !shares())
+                                 : plan && plan->in_slice_order && plan->ring == 2 && plan->in_memory &&
+                                       plan->n_flags <= layout_.flags_per_rank;
   if (!runs_here) return CGX_ERROR_ARGUMENT;
   Operation op;
   op.what = *what;
@@ -313,6 +321,8 @@ void Group::finish_slice() {
 
 uint8_t* Group::slot_data(const Operation& op, int64_t slot) const {
   const cgx_slot& at = op.what.plan->slots[static_cast<size_t>(slot)];
+  if (at.home == CGX_HOME_VALUES) return static_cast<uint8_t*>(op.what.values) + at.offset;
+  if (at.home == CGX_HOME_RESULT) return result_of(op) + at.offset;
   const int64_t part = linked_ ? marks_nbytes_ + at.slice % op.what.plan->ring * op.what.plan->part_nbytes
                                : (slice_number_ & 1) * (data_.nbytes() / 2);
   return data_.data() + part + at.offset;
@@ -338,8 +348,18 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
     op.phase_ns[counter - kEncodeNs] += elapsed_ns;
   };
   int status = CGX_OK;
+  // Where the payload is in the tensor already, or the tensor gets it as it comes, nothing is encoded or decoded, and
+  // nothing is lost.
+  const bool at_home = slot.home != CGX_HOME_MEMORY;
+  const auto lose_nothing = [&] {
+    if (op.what.residual) std::fill_n(op.what.residual + pieces->offset, pieces->numel, 0.0f);
+  };
   switch (step.kind) {
     case CGX_STEP_ENCODE:
+      if (at_home) {
+        lose_nothing();
+        return CGX_OK;
+      }
       rounding.stage = 0;
       status = cgx_encode(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, slot_data(op, step.slot),
                           &rounding, op.what.residual);
@@ -385,9 +405,16 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
     }
     case CGX_STEP_REDUCE: {
       const std::vector<const uint8_t*> payloads = input_data(op, step);
+      const double scale = step.partial ? 1.0 : op.what.scale;
       rounding.stage = 1;
-      status = cgx_reduce(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
-                          step.partial ? 1.0 : op.what.scale, slot_data(op, step.slot), &rounding, op.what.residual);
+      if (at_home) {
+        lose_nothing();
+        status =
+            cgx_sum(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs, scale);
+      } else {
+        status = cgx_reduce(&means_, plan.dtype, pieces, step.n_pieces, op.what.values, payloads.data(), step.n_inputs,
+                            scale, slot_data(op, step.slot), &rounding, op.what.residual);
+      }
       timed(kReduceNs);
       break;
     }
@@ -400,8 +427,9 @@ int Group::execute(Operation& op, const cgx_step& step, int64_t until_ns) {
       break;
     }
     default:
-      status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot),
-                          op.what.share ? op.what.share : op.what.values, step.kind == CGX_STEP_ADD);
+      if (at_home && slot_data(op, step.slot) == result_of(op) + slot.offset) return CGX_OK;
+      status = cgx_decode(&means_, plan.dtype, pieces, step.n_pieces, slot_data(op, step.slot), result_of(op),
+                          step.kind == CGX_STEP_ADD);
       timed(kDecodeNs);
       break;
   }

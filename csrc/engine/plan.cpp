@@ -5,21 +5,34 @@
 #include <new>
 #include <utility>
 
+#include "kernels/numerics.h"
+
 namespace {
 
 bool range_inside(int64_t first, int64_t count, size_t size) {
   return first >= 0 && count >= 0 && first <= static_cast<int64_t>(size) - count;
 }
 
-int64_t payload_end(const cgx_plan& plan, const cgx_step& step) {
+// Who writes a payload pads it. Nobody reads the padding, so a payload that comes from a tensor has none.
+int64_t payload_end(const cgx_plan& plan, const cgx_step& step, bool writes) {
   int64_t end = 0;
   for (int64_t i = 0; i < step.n_pieces; ++i) {
     const cgx_piece& piece = plan.pieces[static_cast<size_t>(step.first_piece + i)];
-    const int64_t nbytes = cgx_piece_payload_nbytes(&piece, plan.dtype);
-    if (nbytes < 0) return INT64_MAX;
-    end = std::max(end, piece.payload + nbytes);
+    const int64_t padded = cgx_piece_payload_nbytes(&piece, plan.dtype);
+    if (padded < 0) return INT64_MAX;
+    const bool as_it_lies = piece.bits == 32 && !writes;
+    end = std::max(end, piece.payload + (as_it_lies ? piece.numel * itemsize(plan.dtype) : padded));
   }
   return end;
+}
+
+// Whether the values of this step are the bytes of a slot that is at home in the tensor.
+bool is_at_home(const cgx_plan& plan, const cgx_step& step, const cgx_slot& slot) {
+  const bool writes = step.kind == CGX_STEP_ENCODE || step.kind == CGX_STEP_REDUCE;
+  if (step.n_pieces != 1 || (writes ? slot.home != CGX_HOME_VALUES : step.kind != CGX_STEP_DECODE)) return false;
+  const cgx_piece& piece = plan.pieces[static_cast<size_t>(step.first_piece)];
+  return piece.bits == 32 && piece.payload == 0 && piece.offset * itemsize(plan.dtype) == slot.offset &&
+         piece.numel * itemsize(plan.dtype) == slot.nbytes;
 }
 
 }  // namespace
@@ -30,17 +43,21 @@ bool cgx_plan::consistent(int64_t world) const {
     return false;
   std::vector<bool> received(slots.size());
   for (const cgx_slot& slot : slots) {
-    if (slot.offset < 0 || slot.nbytes < 0 || slot.offset > part_nbytes - slot.nbytes) return false;
+    if (slot.home < CGX_HOME_MEMORY || slot.home > CGX_HOME_RESULT || slot.offset < 0 || slot.nbytes < 0) return false;
+    if (slot.home == CGX_HOME_MEMORY && slot.offset > part_nbytes - slot.nbytes) return false;
     if (slot.slice < 0 || slot.slice >= n_slices) return false;
     if (slot.writer < 0 || slot.writer >= world || slot.flag < 0 || slot.flag >= n_flags) return false;
   }
   const auto is_slot = [&](int64_t i) { return i >= 0 && i < static_cast<int64_t>(slots.size()); };
-  const auto fits = [&](const cgx_step& step, int64_t slot) {
-    return range_inside(step.first_piece, step.n_pieces, pieces.size()) &&
-           payload_end(*this, step) <= slots[static_cast<size_t>(slot)].nbytes;
+  const auto fits = [&](const cgx_step& step, const cgx_slot& slot, bool writes) {
+    return slot.home == CGX_HOME_MEMORY ? payload_end(*this, step, writes) <= slot.nbytes
+                                        : is_at_home(*this, step, slot);
   };
   for (const cgx_step& step : steps) {
     if (!is_slot(step.slot)) return false;
+    const cgx_slot& slot = slots[static_cast<size_t>(step.slot)];
+    const bool moves = step.kind == CGX_STEP_SEND || step.kind == CGX_STEP_RECEIVE;
+    if (!moves && !range_inside(step.first_piece, step.n_pieces, pieces.size())) return false;
     const bool sums = step.kind == CGX_STEP_REDUCE || step.kind == CGX_STEP_SUM || step.kind == CGX_STEP_ADD;
     if (sums && dtype == CGX_BYTES) return false;
     switch (step.kind) {
@@ -57,13 +74,15 @@ bool cgx_plan::consistent(int64_t world) const {
         if (step.n_inputs < 1 || !range_inside(step.first_input, step.n_inputs, inputs.size())) return false;
         for (int64_t i = 0; i < step.n_inputs; ++i)
           if (const int64_t input = inputs[static_cast<size_t>(step.first_input + i)];
-              !is_slot(input) || !fits(step, input))
+              !is_slot(input) || slots[static_cast<size_t>(input)].home != CGX_HOME_MEMORY ||
+              !fits(step, slots[static_cast<size_t>(input)], false))
             return false;
-        [[fallthrough]];
+        if (step.kind == CGX_STEP_REDUCE && !fits(step, slot, true)) return false;
+        break;
       case CGX_STEP_ENCODE:
       case CGX_STEP_DECODE:
       case CGX_STEP_ADD:
-        if (!fits(step, step.slot)) return false;
+        if (!fits(step, slot, step.kind == CGX_STEP_ENCODE)) return false;
         break;
       default:
         return false;
@@ -74,6 +93,7 @@ bool cgx_plan::consistent(int64_t world) const {
 
 void cgx_plan::index(int64_t world) {
   slice_steps.assign(static_cast<size_t>(n_slices), 0);
+  in_memory = std::all_of(slots.begin(), slots.end(), [](const cgx_slot& s) { return s.home == CGX_HOME_MEMORY; });
   in_slice_order = true;
   int64_t latest = 0;
   std::vector<int64_t> givers, takers;

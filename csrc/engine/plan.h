@@ -26,6 +26,7 @@ struct cgx_plan {
   std::vector<int64_t> sources;                // of moved bytes: those of them that payloads only come from
   std::vector<int64_t> sinks;                  // of moved bytes: those of them that payloads only go to
   bool in_slice_order;
+  bool in_memory;  // no slot is at home in a tensor
 
   int64_t slice_of(const cgx_step& step) const { return slots[static_cast<size_t>(step.slot)].slice; }
   // Whether every index, offset and peer is inside its table, slot and world, and no slot is received twice.

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 10
+#define CGX_ABI_VERSION 11
 
 /* Bytes are what is only moved: pieces of 32 bits alone, whose "values" are copied and never computed with. */
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3, CGX_BYTES = 4 } cgx_dtype;
@@ -113,13 +113,23 @@ typedef struct cgx_step {
 /* A place for a payload. A rank's table has those that it touches. What passes between two ranks is in the same order
  * in the tables of both, since messages are known by their number; ranks of one node have the same places. The writer
  * is the rank that puts a payload into its node's memory: by encoding, or by receiving it from elsewhere. A flag is the
- * writer's own; where some ranks are linked, it is the slot's own among those of its slice. */
+ * writer's own; where some ranks are linked, it is the slot's own among those of its slice.
+ *
+ * An unquantized payload needs no place where no ranks share memory: it is sent from the tensor that it would be
+ * encoded from, and received into the tensor that it would be decoded into. */
+typedef enum cgx_home {
+  CGX_HOME_MEMORY = 0,
+  CGX_HOME_VALUES = 1, /* the submission's values */
+  CGX_HOME_RESULT = 2  /* where decoded values go: its share or, without one, its values */
+} cgx_home;
+
 typedef struct cgx_slot {
-  int64_t offset; /* bytes from the start of the part of the memory that its slice uses */
+  int64_t offset; /* bytes from the start of the part of the memory that its slice uses, or of the tensor */
   int64_t nbytes;
   int64_t writer;
   int64_t flag;
   int64_t slice;
+  int64_t home; /* cgx_home */
 } cgx_slot;
 
 typedef struct cgx_plan cgx_plan;
@@ -127,8 +137,10 @@ typedef struct cgx_plan cgx_plan;
 /* Steps run in the order of their table; a step belongs to the slice of its slot. Slice t uses part t mod ring of the
  * memory, and part_nbytes is what the largest slice needs there, n_flags one more than its largest flag, of all ranks
  * of the node. Without links ring is 2 and steps are in the order of their slices; with links slices overlap, and ring
- * must be as many as are under way at once, or more. NULL where a table refers outside of another, or a payload outside
- * of its slot (status: CGX_ERROR_ARGUMENT), or where there is no memory for it (CGX_ERROR_SHARED_MEMORY). */
+ * must be as many as are under way at once, or more. A slot at home in a tensor has one piece of 32 bits, and is no
+ * input of a sum; only groups that are linked by sockets alone run such plans. NULL where a table refers outside of
+ * another, or a payload outside of its slot (status: CGX_ERROR_ARGUMENT), or where there is no memory for it
+ * (CGX_ERROR_SHARED_MEMORY). */
 CGX_API cgx_plan* cgx_plan_new(int64_t world, int dtype, const cgx_piece* pieces, int64_t n_pieces,
                                const cgx_slot* slots, int64_t n_slots, const int64_t* inputs, int64_t n_inputs,
                                const cgx_step* steps, int64_t n_steps, int64_t n_slices, int64_t ring,

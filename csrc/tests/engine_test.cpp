@@ -79,7 +79,7 @@ void a_plan_whose_sum_reads_outside_of_its_slots_is_refused() {
   const cgx_piece piece = {0, 64, 0, 0, 64, 4};
   const int64_t nbytes = cgx_piece_payload_nbytes(&piece, CGX_FLOAT32);
   const auto is_taken = [&](int64_t slot_nbytes, int64_t input, int64_t n_inputs, int64_t first_piece) {
-    const cgx_slot slots[] = {{0, nbytes, 1, 0, 0}, {64, slot_nbytes, 1, 1, 0}};
+    const cgx_slot slots[] = {{0, nbytes, 1, 0, 0, CGX_HOME_MEMORY}, {64, slot_nbytes, 1, 1, 0, CGX_HOME_MEMORY}};
     int status;
     const cgx_step step = {CGX_STEP_SUM, 0, 0, first_piece, 1, 0, n_inputs, 0};
     return Plan(cgx_plan_new(2, CGX_FLOAT32, &piece, 1, slots, 2, &input, 1, &step, 1, 1, 2, 128, 2, &status)) !=
@@ -90,6 +90,66 @@ void a_plan_whose_sum_reads_outside_of_its_slots_is_refused() {
   if (is_taken(nbytes, 2, 1, 0) || is_taken(nbytes, -1, 1, 0)) fail("an input that is no slot was taken");
   if (is_taken(nbytes, 1, 0, 0) || is_taken(nbytes, 1, 2, 0)) fail("inputs that are not there were taken");
   if (is_taken(nbytes, 1, 1, 1) || is_taken(nbytes, 1, 1, -1)) fail("a piece that is not there was taken");
+}
+
+// One exact payload that this rank sends from its values, and one that it receives into them, each different in one
+// way.
+void a_plan_that_leaves_payloads_in_the_tensor_is_checked() {
+  struct Change {
+    const char* what;
+    std::function<void(cgx_slot&, cgx_piece&, cgx_step&)> make;
+    int64_t kind = CGX_STEP_ENCODE;
+  };
+  const auto is_taken = [](const Change& change) {
+    cgx_piece pieces[] = {{8, 13, 0, 0, 1, 32}, {21, 8, 56, 0, 1, 32}};
+    cgx_slot slots[] = {{32, 52, 0, 0, 0, change.kind == CGX_STEP_DECODE ? CGX_HOME_RESULT : CGX_HOME_VALUES},
+                        {0, 64, 1, 1, 0, CGX_HOME_MEMORY}};
+    cgx_step step = {change.kind, 0, 0, 0, 1, 0, change.kind == CGX_STEP_REDUCE, 0};
+    int64_t input = 1;
+    if (change.make) change.make(slots[0], pieces[0], step);
+    if (step.kind == CGX_STEP_SUM) input = 0;
+    int status;
+    return Plan(cgx_plan_new(2, CGX_FLOAT32, pieces, 2, slots, 2, &input, 1, &step, 1, 1, 2, 64, 2, &status)) !=
+           nullptr;
+  };
+  for (const int64_t kind : {CGX_STEP_ENCODE, CGX_STEP_REDUCE, CGX_STEP_DECODE})
+    if (!is_taken({"", nullptr, kind})) fail("a right plan was refused");
+  const Change changes[] = {
+      {"longer than its values", [](cgx_slot& slot, cgx_piece&, cgx_step&) { slot.nbytes += 4; }},
+      {"elsewhere than its values", [](cgx_slot& slot, cgx_piece&, cgx_step&) { slot.offset += 4; }},
+      {"before the tensor", [](cgx_slot& slot, cgx_piece&, cgx_step&) { slot.offset = -32; }},
+      {"at a home that is none", [](cgx_slot& slot, cgx_piece&, cgx_step&) { slot.home = 3; }},
+      {"encoded into the result", [](cgx_slot& slot, cgx_piece&, cgx_step&) { slot.home = CGX_HOME_RESULT; }},
+      {"quantized", [](cgx_slot&, cgx_piece& piece, cgx_step&) { piece.bits = 8; }},
+      {"not at the start of its payload", [](cgx_slot&, cgx_piece& piece, cgx_step&) { piece.payload = 8; }},
+      {"of two pieces", [](cgx_slot&, cgx_piece&, cgx_step& step) { step.n_pieces = 2; }},
+      {"of a piece that is not there", [](cgx_slot&, cgx_piece&, cgx_step& step) { step.first_piece = 2; }},
+      {"added to the values", [](cgx_slot&, cgx_piece&, cgx_step& step) { step.kind = CGX_STEP_ADD; }},
+      {"an input of a sum",
+       [](cgx_slot&, cgx_piece&, cgx_step& step) {
+         step.kind = CGX_STEP_SUM;
+         step.n_inputs = 1;
+       }},
+  };
+  for (const Change& change : changes)
+    if (is_taken(change)) fail("a payload in the tensor was taken, though it is %s", change.what);
+}
+
+void only_ranks_that_share_no_memory_leave_payloads_in_the_tensor() {
+  const Joint before = joint;
+  joint = {1, 1, 0};
+  const Plan plan = sra({{8, 8, 8, 8}}, 0, 4, 32);
+  joint = before;
+  std::vector<float> values(32);
+  with_ranks(4, [&](cgx_group* group, int64_t rank) {
+    if (rank != 0) return;
+    cgx_submission what = {};
+    what.plan = plan.get();
+    what.values = values.data();
+    const cgx_call call = call_of(32, 32);
+    const bool taken = cgx_group_submit(group, &call, &what) != CGX_ERROR_ARGUMENT;
+    if (taken != (joint.streams && joint.node_ranks == 1)) fail("taken: %d", int(taken));
+  });
 }
 
 void a_failure_is_told_to_all() {
@@ -256,6 +316,9 @@ constexpr Check kChecks[] = {
     {"shares of sums of 3 ranks", shares_3, On::kAny},
     {"a sum without a place for it fails the group", a_sum_without_a_place_for_it_fails_the_group, On::kPairs},
     {"a plan whose sum reads outside of its slots is refused", a_plan_whose_sum_reads_outside_of_its_slots_is_refused},
+    {"a plan that leaves payloads in the tensor is checked", a_plan_that_leaves_payloads_in_the_tensor_is_checked},
+    {"only ranks that share no memory leave payloads in the tensor",
+     only_ranks_that_share_no_memory_leave_payloads_in_the_tensor, On::kAny},
     {"a failure is told to all", a_failure_is_told_to_all, On::kAny},
     {"ranks that lose step are told", ranks_that_lose_step_are_told, On::kAny},
     {"a peer that never calls is a time-out", a_peer_that_never_calls_is_a_timeout, On::kPairs},

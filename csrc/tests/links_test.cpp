@@ -66,7 +66,7 @@ Pending one_way(int64_t rank, int64_t slices, int64_t numel, int64_t world = 2) 
   std::vector<cgx_step> steps;
   for (int64_t slice = 0; slice < slices; ++slice) {
     pieces.push_back({slice * numel, numel, 0, 0, 64, 32});
-    slots.push_back({0, nbytes, 0, 0, slice});
+    slots.push_back({0, nbytes, 0, 0, slice, CGX_HOME_MEMORY});
     const auto add = [&](int64_t kind, int64_t peer) { steps.push_back({kind, slice, peer, slice, 1, 0, 0, 0}); };
     add(rank == 0 ? CGX_STEP_ENCODE : CGX_STEP_RECEIVE, 0);
     for (int64_t peer = 1; rank == 0 && peer < world; ++peer) add(CGX_STEP_SEND, peer);

@@ -160,7 +160,7 @@ void sums_are_right_however_late_messages_are() {
         if (quick && most_tests == 40 && world + streams > 3) continue;
         Fabric::the().reset();
         Fabric::the().most_tests = most_tests;
-        joint = {streams, streams, 0};
+        joint = {streams, streams, 0, 1, false};
         mixed_operations(groups_over_mpi(world), quick ? 20 : 300, quick ? 40 : 200);
         nothing_is_left(world);
       }
@@ -169,7 +169,7 @@ void sums_are_right_however_late_messages_are() {
 void sums_are_right_where_nodes_share_memory() {
   Fabric::the().reset();
   Fabric::the().most_tests = 3;
-  joint = {1, 1, 0, 2};
+  joint = {1, 1, 0, 2, false};
   mixed_operations(groups_over_mpi(4), quick ? 30 : 200, quick ? 40 : 200);
   nothing_is_left(4);
 }
@@ -220,7 +220,7 @@ void noise_is_refused() {
 void an_error_of_mpi_ends_the_group() {
   for (int64_t victim : {0, 1}) {
     Fabric::the().reset();
-    joint = {1, 1, 0};
+    joint = {1, 1, 0, 1, false};
     std::atomic<int> ready{0};
     with_groups(groups_over_mpi(2), [&](cgx_group* group, int64_t rank) {
       Pending first = simple(rank, 2), second = simple(rank, 2);
@@ -243,7 +243,7 @@ void an_error_of_mpi_ends_the_group() {
 void a_rank_that_leaves_in_the_middle_is_noticed() {
   for (bool takes_part : {false, true}) {
     Fabric::the().reset();
-    joint = {1, 1, 0};
+    joint = {1, 1, 0, 1, false};
     std::atomic<bool> left{false};
     with_groups(groups_over_mpi(2), [&](cgx_group* group, int64_t rank) {
       Pending first = simple(rank, 2), second = simple(rank, 2);
@@ -265,7 +265,7 @@ void a_rank_that_leaves_in_the_middle_is_noticed() {
 
 void memory_that_mpi_may_still_use_is_left_to_it() {
   Fabric::the().reset();
-  joint = {1, 1, 0};
+  joint = {1, 1, 0, 1, false};
   {
     std::atomic<int> ready{0};
     const std::vector<Group> groups = groups_over_mpi(2);

@@ -35,6 +35,9 @@ struct Joint {
   int64_t lag = 1;
   int buffer_nbytes = 0;   // of a socket; 0: the system's
   int64_t node_ranks = 1;  // with streams: so many ranks, one after the other, share memory
+  bool by_sockets = true;
+  // Whether what is exact is sent from the tensor, and received there.
+  bool in_place(int64_t bits) const { return bits == 32 && streams && by_sockets && node_ranks == 1; }
   bool is_home(int64_t a, int64_t b) const { return a == b || !streams || a / node_ranks == b / node_ranks; }
 };
 Joint joint;
@@ -93,11 +96,19 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
     for (int64_t chunk = 0; chunk < world; ++chunk) {
       pieces.push_back({value, chunks[chunk], 0, 0, 64, bits});
       value += chunks[chunk];
-      const int64_t nbytes = chunks[chunk] ? cgx_piece_payload_nbytes(&pieces.back(), CGX_FLOAT32) : 0;
+      const bool in_place = joint.in_place(bits);
+      const int64_t nbytes = in_place        ? 4 * chunks[chunk]
+                             : chunks[chunk] ? cgx_piece_payload_nbytes(&pieces.back(), CGX_FLOAT32)
+                                             : 0;
       for (int64_t writer = 0; writer < world; ++writer) {  // the owner's slot is the sum's
         const int64_t room = (nbytes + 63) / 64 * 64;
+        if (in_place && (writer == rank || writer == chunk)) {  // what this rank sends, and sums
+          const int64_t home = writer == rank ? CGX_HOME_VALUES : CGX_HOME_RESULT;
+          slots.push_back({4 * pieces.back().offset, nbytes, writer, chunk, slice, home});
+          continue;
+        }
         if (joint.node_ranks == 1) {
-          slots.push_back({offset, nbytes, writer, chunk, slice});
+          slots.push_back({offset, nbytes, writer, chunk, slice, CGX_HOME_MEMORY});
           offset += room;
           continue;
         }
@@ -105,7 +116,7 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
         const bool comes = !joint.is_home(writer, rank);
         const int64_t here = !comes ? writer : writer == chunk ? rank : joint.is_home(chunk, rank) ? chunk : writer;
         const int64_t place = comes && writer == chunk ? rank % joint.node_ranks : 0;
-        slots.push_back({offset + place * room, nbytes, here, chunk * world + writer, slice});
+        slots.push_back({offset + place * room, nbytes, here, chunk * world + writer, slice, CGX_HOME_MEMORY});
         offset += joint.node_ranks * room;
       }
     }
@@ -165,7 +176,7 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
         const int64_t nbytes = writer == owner ? 0 : cgx_piece_payload_nbytes(&piece, CGX_FLOAT32);
         const bool comes = joint.is_home(owner, rank) && !joint.is_home(writer, rank);
         const int64_t flag = joint.node_ranks == 1 ? owner : owner * world + writer;
-        slots.push_back({offset, nbytes, comes && joint.node_ranks > 1 ? owner : writer, flag, slice});
+        slots.push_back({offset, nbytes, comes && joint.node_ranks > 1 ? owner : writer, flag, slice, CGX_HOME_MEMORY});
         offset += (nbytes + 63) / 64 * 64;
       }
     part_nbytes = std::max(part_nbytes, offset);
@@ -392,14 +403,15 @@ void mixed_operations(const std::vector<Group>& groups, int64_t rounds, int64_t 
     for (int64_t round = 0; round < rounds; ++round) {
       Pending op;
       const int64_t most = 1 + round * largest / rounds;
+      op.bits = agreed() % 2 ? 4 : 32;
+      const int64_t unit = op.bits == 32 ? 7 : 8;  // what is exact may be cut anywhere, and is padded
       for (uint64_t n = 1 + agreed() % 4; n > 0; --n) {
         std::vector<int64_t> chunks;
         for (int64_t c = 0; c < world; ++c)
-          chunks.push_back(agreed() % 3 ? 8 * (1 + int64_t(agreed() % uint64_t(most))) : 0);
+          chunks.push_back(agreed() % 3 ? unit * (1 + int64_t(agreed() % uint64_t(most))) : 0);
         chunks[agreed() % uint64_t(world)] = 8;
         op.slices.push_back(chunks);
       }
-      op.bits = agreed() % 2 ? 4 : 32;
       const bool left = agreed() % 3 == 0;
       const int64_t numel = numel_of(op.slices);
       op.plan = sra(op.slices, rank, world, op.bits);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +29,9 @@ _MOST_DIGITS = 20  # of 2^64 - 1
 _MOST_TEXT = 255  # characters of a node's name: peers read it
 _SHOWN = 200  # characters of a wrong value, in an error
 _NEAR, _SPELLING = 0.5, 0.75  # of 1: how alike two names must be for a suggestion, and two words to count as one
-_OWN_TO_A_RANK = ("node_id", "num_threads", "simd", "socket_interface", "trace_folder")
+_OWN_TO_A_RANK = ("link_costs", "node_id", "num_threads", "simd", "socket_interface", "trace_folder")
+_LINK_COSTS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)([mgt])bit(?:,(\d{1,6}(?:\.\d{1,6})?)us)?", re.IGNORECASE)
+_BITS_PER_S = {"m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def whole_number(name: str, value: object, allowed: str = "a whole number") -> int:
@@ -74,6 +77,36 @@ class Compression:
         if not 1 <= self.block <= MAX_BLOCK:
             raise ValueError(f"bucket size: expected 1 to {MAX_BLOCK} values, got {self.block}")
 
+    @property
+    def is_exact(self) -> bool:
+        return self.bits == 32
+
+
+EXACT = Compression(bits=32)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """Facts about the network between nodes, for the choice of an algorithm. None: use a built-in figure."""
+
+    bytes_per_s: float | None = None  # of a node's link, each way
+    message_s: float | None = None  # of a processor, per message, at each end
+
+    @classmethod
+    def parse(cls, text: str | None) -> LinkCosts:
+        """Parse a rate, or a rate and microseconds per message: `10gbit`, `25gbit,8us`."""
+        if not text:
+            return cls()
+        match = _LINK_COSTS.fullmatch(text)
+        bit_per_s = float(match[1]) * _BITS_PER_S[match[2].lower()] if match else 0.0
+        if match is None or not 1e6 <= bit_per_s <= 1e14:
+            allowed = "a rate from 1mbit to 100tbit, or one and the microseconds per message: 10gbit or 25gbit,8us"
+            raise _wrong("CGX_LINK_COSTS", text, allowed)
+        return cls(bit_per_s / 8, None if match[3] is None else float(match[3]) * 1e-6)
+
+
+NOTHING_KNOWN = LinkCosts()
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -88,7 +121,8 @@ class Settings:
     cross_communicator: str | None = None  # carries payloads between nodes; None: see `Carriers`
     cuda_communicator: str = "NCCL"  # carries CUDA tensors; SHM: staged in host memory, where all ranks are on one host
     inner_reduction: str = "SRA"  # the algorithm within a node
-    cross_reduction: str = "SRA"  # the algorithm between nodes
+    cross_reduction: str = "AUTO"  # the algorithm between nodes; AUTO: by a cost model, see plan/costs.py
+    link_costs: str | None = None  # what that model assumes of the network; rank 0's counts
     intra_broadcast: bool = True  # True: one rank of each node speaks for it
     intra_compress: bool = True  # False: exact within a node, compressed only between nodes
     streams: int = 1  # TCP data connections per pair of ranks
@@ -122,7 +156,8 @@ class Settings:
             cross_communicator=None if cross == "NCCL" else cross,
             cuda_communicator="SHM" if inner == "SHM" else "NCCL",
             inner_reduction=read.choice("CGX_INNER_REDUCTION_TYPE", "SRA", reductions),
-            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "SRA", (*reductions, "GRID")),
+            cross_reduction=read.choice("CGX_CROSS_REDUCTION_TYPE", "AUTO", ("AUTO", *reductions, "GRID")),
+            link_costs=read.link_costs("CGX_LINK_COSTS"),
             intra_broadcast=read.flag("CGX_INTRA_BROADCAST", True),
             intra_compress=read.flag("CGX_INTRA_COMPRESS", True),
             streams=read.integer("CGX_STREAMS", 1, 1, 16),
@@ -151,6 +186,7 @@ VARIABLES: dict[str, str] = {
     "cuda_communicator": "CGX_INNER_COMMUNICATOR_TYPE",
     "inner_reduction": "CGX_INNER_REDUCTION_TYPE",
     "cross_reduction": "CGX_CROSS_REDUCTION_TYPE",
+    "link_costs": "CGX_LINK_COSTS",
     "intra_broadcast": "CGX_INTRA_BROADCAST",
     "intra_compress": "CGX_INTRA_COMPRESS",
     "streams": "CGX_STREAMS",
@@ -260,6 +296,11 @@ class _Reader:
         """Return the first word of a comma-separated list."""
         words = (word.strip() for word in (self.text(name) or "").split(","))
         return next((word for word in words if word), None)
+
+    def link_costs(self, name: str) -> str | None:
+        raw = self.text(name)
+        LinkCosts.parse(raw)
+        return raw
 
     def integer(self, name: str, default: int, least: int, most: int, allowed: str | None = None) -> int:
         raw = self.text(name)

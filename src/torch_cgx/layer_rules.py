@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch_cgx.config import Compression, shortened
+from torch_cgx.config import EXACT, Compression, shortened
 
 __all__ = ["Choices", "read_compression"]
 
-_EXACT = Compression(bits=32)
 _KEYS = ("bits", "bucket_size")
 _SHOWN = 8  # names in an error
 
@@ -39,7 +38,7 @@ class Choices:
     def asked(self, names: Sequence[str], shape: Sequence[int], numel: int) -> Compression | None:
         """What its shape or an override asks for; None: nothing but the default."""
         if self._is_exact(shape, numel):
-            return _EXACT
+            return EXACT
         chosen = None
         for pattern, override in self._overrides.items():  # of several that match, the last
             if any(fnmatchcase(name, pattern) for name in names):
@@ -52,7 +51,7 @@ class Choices:
     @property
     def compresses(self) -> bool:
         """Whether compression is asked for at all."""
-        return any(each.bits != 32 for each in (self._default, *self._overrides.values()))
+        return any(not each.is_exact for each in (self._default, *self._overrides.values()))
 
     def without_effect(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """Return the patterns that ask for compression, but match exact layers only."""
@@ -60,7 +59,7 @@ class Choices:
         return [
             pattern
             for pattern, override in self._overrides.items()
-            if override.bits != 32 and not any(fnmatchcase(name, pattern) for name in large)
+            if not override.is_exact and not any(fnmatchcase(name, pattern) for name in large)
         ]
 
     def check_patterns(self, names: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 
-from torch_cgx.config import Compression, compression_from_environ
+from torch_cgx.config import EXACT, Compression, compression_from_environ
 
 __all__ = [
     "asked",
@@ -29,8 +29,6 @@ _lock = threading.Lock()
 _bits: int | None = None
 _block: int | None = None
 _blocks: list[Compression] = []  # what `compressed` and `uncompressed` ask for; the innermost holds
-
-_EXACT = Compression(bits=32)
 
 
 def set_default(*, bits: int | None = None, bucket_size: int | None = None) -> None:
@@ -94,7 +92,7 @@ def _block_of(asked: Compression) -> Iterator[None]:
 
 def _usual_block() -> int:
     """As in the innermost block that compresses, or as without any: an `uncompressed` one says nothing of it."""
-    within = [block for block in _blocks if block.bits != 32]
+    within = [block for block in _blocks if not block.is_exact]
     return (within[-1] if within else _combined(compression_from_environ(), _bits, _block)).block
 
 
@@ -108,12 +106,12 @@ def compression() -> Compression:
 
 def asked_compression() -> Compression:
     """The same without regard to the variable for bits: what `set_default` asked for."""
-    return compression() if _bits is not None or _blocks else _EXACT
+    return compression() if _bits is not None or _blocks else EXACT
 
 
 def share_compression() -> Compression:
     """What holds for a reduce_scatter or an all_gather that is called now."""
-    return _innermost() or _EXACT
+    return _innermost() or EXACT
 
 
 def asked() -> Mapping[str, int]:
@@ -130,7 +128,7 @@ def in_block() -> bool:
 def is_uncompressed() -> bool:
     """Whether an `uncompressed` block lasts, and no `compressed` one within it."""
     block = _innermost()
-    return block is not None and block.bits == 32
+    return block is not None and block.is_exact
 
 
 def _innermost() -> Compression | None:

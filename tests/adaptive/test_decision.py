@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_cgx import AdaptiveBits, CGXState, functional
-from torch_cgx.adaptive.decision import EXACT, Trial, contenders, decide
+from torch_cgx.adaptive.decision import Trial, contenders, decide
 from torch_cgx.adaptive.layers import Candidate, LayerStats
 from torch_cgx.codecs import MaxMin
-from torch_cgx.config import Compression
+from torch_cgx.config import EXACT, Compression
 from torch_cgx.ddp import samples
 from torch_cgx.ddp.buckets import KnownLayer
 from torch_cgx.ddp.samples import Samples

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from torch_cgx import _native
-from torch_cgx.config import Compression, Settings
-from torch_cgx.engines.recorder import FORMAT, LENGTH, GroupRecorder, Recorder, What
+from torch_cgx.config import Settings
+from torch_cgx.engines.recorder import FORMAT, LENGTH, GroupRecorder, NativeEntry, OpInfo, Recorder
 from torch_cgx.errors import CGXTimeoutError, PoisonedError
 
-BARRIER: What = ("barrier", None, None, None, 0, -1, None, None)
+BARRIER = OpInfo("barrier")
 
 
 def group_in(folder: Path | None, ranks: tuple[int, ...] = (4, 7)) -> GroupRecorder:
@@ -49,7 +49,7 @@ def test_the_file_is_named_by_global_rank_and_process_and_tells_both_clocks(tmp_
 
 def test_an_operation_tells_its_call_its_phases_and_whom_it_waited_for(tmp_path: Path) -> None:
     group = group_in(tmp_path)
-    trail = group.begin(("all_reduce", torch.float32, (3, 5), "AVG", 4, -1, None, 40), "GLOO SRA")
+    trail = group.begin(OpInfo("all_reduce", torch.float32, (3, 5), "AVG", 4, payload_nbytes=40), "GLOO SRA")
     trail.start()
     trail.add("encode", 0.5)
     with trail.waiting_for(0):
@@ -127,9 +127,7 @@ def test_what_the_native_group_knows_is_kept_when_the_group_ends(tmp_path: Path)
     named = torch.nn.Module()
     named.group_name = "7"
     group.attach(named, "SHM", FakeNative())
-    called = ("all_reduce", torch.Size([8]), (1,), torch.float32, "SUM", Compression(bits=32))
-    key = (*called, None, 0, None, None, 1.0, None, None)  # as SharedReducer makes it: a shape and a root come last
-    group.append((group, 3, key))
+    group.append(NativeEntry(group, 3, OpInfo("all_reduce", torch.float32, (8,), "SUM", 32)))
     group.close()
     del named
     group.recorder.write("signal")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.launching import TORCHRUN, clean_environ, run, start_ranks
+from tests.support.harness import warm_python
+from tests.support.launching import clean_environ, run, start_ranks, torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -68,7 +68,7 @@ def assert_compressed(result: dict[str, Any], times: float) -> None:
 def test_cifar_train_compresses_on_cgx(tmp_path: Path) -> None:
     data = write_images(tmp_path / "images.npz")
     settings = ["--model", "small", "--epochs", "4", "--batch", "16", "--lr", "0.05", "--bits", "4"]
-    result = launch(TORCHRUN, "cifar_train.py", tmp_path, "--data", data, *settings)
+    result = launch(torchrun(), "cifar_train.py", tmp_path, "--data", data, *settings)
     assert len(result["losses"]) == 40
     assert_learns(result, 0.7)
     assert_compressed(result, 5)
@@ -79,7 +79,9 @@ def test_cifar_train_compresses_on_cgx(tmp_path: Path) -> None:
 def test_a_vit_learns_the_digits_of_scikit_learn(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     settings = ["--model", "vit", "--patch", "2", "--no-mirror", "--optimizer", "adamw", "--lr", "3e-3"]
-    result = launch(TORCHRUN, "cifar_train.py", tmp_path, "--data", "digits", *settings, "--epochs", "3", "--adaptive")
+    result = launch(
+        torchrun(), "cifar_train.py", tmp_path, "--data", "digits", *settings, "--epochs", "3", "--adaptive"
+    )
     assert len(result["losses"]) == 27  # batches of 64 on two ranks, of two thirds of 1,797 images
     assert_learns(result, 0.95)
     assert_compressed(result, 5)
@@ -89,7 +91,7 @@ def test_a_vit_learns_the_digits_of_scikit_learn(tmp_path: Path) -> None:
 def test_a_vgg_compresses_on_gloo(tmp_path: Path) -> None:
     data = write_images(tmp_path / "images.npz")
     settings = ["--model", "vgg", "--epochs", "4", "--batch", "16", "--lr", "0.05", "--backend", "gloo"]
-    result = launch(TORCHRUN, "cifar_train.py", tmp_path, "--data", data, *settings)
+    result = launch(torchrun(), "cifar_train.py", tmp_path, "--data", data, *settings)
     assert_learns(result, 0.7)
     assert_compressed(result, 6)
     assert result["accuracy"] > 0.3
@@ -102,7 +104,7 @@ GPT = ["--context", "32", "--layers", "1", "--width", "64", "--batch", "8", "--l
 def test_gpt_train_compresses_on_gloo_with_error_feedback(tmp_path: Path) -> None:
     data = write_text(tmp_path / "text.txt")
     settings = ["--epochs", "6", "--backend", "gloo", "--bits", "2", "--error-feedback"]
-    result = launch(TORCHRUN, "gpt_train.py", tmp_path, "--data", data, *GPT, *settings)
+    result = launch(torchrun(), "gpt_train.py", tmp_path, "--data", data, *GPT, *settings)
     assert_learns(result, 0.8)
     assert_compressed(result, 10)
     assert result["validation_loss"] < np.log(27)  # which is what not knowing anything costs
@@ -112,7 +114,7 @@ def test_gpt_train_compresses_on_gloo_with_error_feedback(tmp_path: Path) -> Non
 def test_bert_train_learns_to_guess_hidden_characters(tmp_path: Path) -> None:
     data = write_text(tmp_path / "text.txt")
     settings = ["--epochs", "24", "--bits", "4", "--embedding-bits", "8"]
-    result = launch(TORCHRUN, "bert_train.py", tmp_path, "--data", data, *GPT, *settings)
+    result = launch(torchrun(), "bert_train.py", tmp_path, "--data", data, *GPT, *settings)
     assert_learns(result, 0.95)
     assert_compressed(result, 5)
     assert result["validation_loss"] < np.log(27)
@@ -120,7 +122,7 @@ def test_bert_train_learns_to_guess_hidden_characters(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_bert_qa_compresses_under_mpirun(tmp_path: Path) -> None:
-    launcher = [*start_ranks("Open MPI"), sys.executable]
+    launcher = [*start_ranks("Open MPI"), warm_python()]
     result = launch(launcher, "bert_qa.py", tmp_path, "--epochs", "8", "--width", "64", "--bits", "4")
     assert_learns(result, 0.9)
     assert_compressed(result, 6)

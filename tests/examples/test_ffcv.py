@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.launching import TORCHRUN, clean_environ, run
+from tests.support.harness import warm_python
+from tests.support.launching import clean_environ, run, torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -49,13 +49,13 @@ def test_two_processes_train_compressed_from_beton_files(tmp_path: Path, environ
     write_images(tmp_path / "images.npz")
     betons = ["--train-beton", str(tmp_path / "train.beton"), "--test-beton", str(tmp_path / "test.beton")]
     config = ["--config-file", str(EXAMPLE / "default_config.yaml")]
-    command = [sys.executable, EXAMPLE / "write_datasets.py", *config, "--data", tmp_path / "images.npz", *betons]
+    command = [warm_python(), EXAMPLE / "write_datasets.py", *config, "--data", tmp_path / "images.npz", *betons]
     written = run(command, environ)
     assert (tmp_path / "test.beton").is_file(), written
 
     result = tmp_path / "result.json"
     flags = ["--model", "small", "--epochs", str(EPOCHS), "--batch", str(BATCH), "--json", str(result)]
-    printed = run([*TORCHRUN, EXAMPLE / "train_cifar_ffcv_cgx.py", *config, *betons, *flags], environ)
+    printed = run([*torchrun(), EXAMPLE / "train_cifar_ffcv_cgx.py", *config, *betons, *flags], environ)
     assert result.is_file(), printed
     report = json.loads(result.read_text())
     losses, stats = report["losses"], report["stats"]
@@ -70,7 +70,7 @@ def test_two_processes_train_compressed_from_beton_files(tmp_path: Path, environ
 
     table = run(
         [
-            sys.executable,
+            warm_python(),
             EXAMPLE / "compare.py",
             *config,
             *betons,

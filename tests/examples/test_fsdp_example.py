@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp
 
-from tests.support.launching import TORCHRUN, clean_environ, run
+from tests.support.launching import clean_environ, run, torchrun
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fsdp_train.py"
 SMALL = ["--steps", "30", "--batch", "4", "--context", "32", "--layers", "2", "--width", "64", "--heads", "4"]
@@ -33,7 +33,7 @@ def launch(folder: Path, *arguments: str) -> dict[str, Any]:
     output.unlink(missing_ok=True)
     environ = clean_environ(folder / "-".join(arguments).strip("-"))
     light = ["--device", "cpu", "--threads", "1", "--lr", "5e-3"]
-    printed = run([*TORCHRUN, EXAMPLE, "--data", text, "--json", output, *light, *SMALL, *arguments], environ)
+    printed = run([*torchrun(), EXAMPLE, "--data", text, "--json", output, *light, *SMALL, *arguments], environ)
     assert output.exists(), printed
     assert "validation loss" in printed and "MB sent by rank 0" in printed
     result: dict[str, Any] = json.loads(output.read_text())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import TORCHRUN, clean_environ, run
+from tests.support.harness import warm_python
+from tests.support.launching import clean_environ, run, torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -21,7 +21,7 @@ LOSS = re.compile(r"([\d.]+) exactly, ([\d.]+) at 4 bits")
 
 @pytest.mark.matrix
 def test_the_tour_runs_alone_and_prints_the_sizes_that_its_page_shows(tmp_path: Path) -> None:
-    printed = run([sys.executable, ROOT / "examples" / "tour.py"], clean_environ(tmp_path))
+    printed = run([warm_python(), ROOT / "examples" / "tour.py"], clean_environ(tmp_path))
     page = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
     for found in (SIZES, SENT, LAYERS):
         assert found.findall(printed) and found.findall(printed) == found.findall(page), printed
@@ -39,5 +39,5 @@ def test_the_first_example_compresses(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     counted = 'import torch_cgx\nprint("compressed", torch_cgx.stats()["compressed_operations"] >= 10)\n'
     script.write_text(example[1].replace("dist.destroy_process_group()", counted + "dist.destroy_process_group()"))
-    printed = run([*TORCHRUN, script], {**clean_environ(tmp_path), "CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
+    printed = run([*torchrun(), script], {**clean_environ(tmp_path), "CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
     assert printed.count("compressed True") == 2 and "rank 1: loss" in printed

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -86,7 +85,7 @@ def _under_mpirun(name: str, world: int, backend: str, group_timeout_s: float, l
         environ = with_mpi4py_on(LIBRARY, clean_environ(Path(folder, "environ")))
         environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[2])
         environ |= {BITS: "4", "CGX_INNER_COMMUNICATOR_TYPE": "MPI", "CGX_CROSS_COMMUNICATOR_TYPE": "MPI"}
-        program = [sys.executable, cases.__file__, folder, name, backend, str(group_timeout_s)]
+        program = [harness.warm_python(), cases.__file__, folder, name, backend, str(group_timeout_s)]
         started, timed_out = time.monotonic(), False
         process = start([*start_ranks(LIBRARY, world), *program], environ)
         try:

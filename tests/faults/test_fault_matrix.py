@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 GROUP_TIMEOUT_S = 4.0
 SOON_S = 30.0  # a loaded machine shall not fail a test; tests/faults/__main__.py is stricter
 LIMIT_S = 90.0
-MPI_LIMIT_S = 150.0  # mpirun, and three interpreters that import torch
+MPI_LIMIT_S = 150.0  # mpirun, and three interpreters that import torch where they cannot be forked
 
 # Within a host `test_faults` has the rest, and `test_small_shared_memory` a full /dev/shm.
 SHORT = {
@@ -49,7 +49,7 @@ SHORT = {
     ),
     "MPI": (),
 }
-# A case over MPI takes 10 s. What differs there is how ranks end, wait and are interrupted. That calls differ, or
+# A case over MPI takes 5 s. What differs there is how ranks end, wait and are interrupted. That calls differ, or
 # that a hook raises, is found out before anything is sent, as over GLOO. `make faults` runs these over MPI, too.
 NOT_OVER_MPI = (
     "exception in its DDP hook",

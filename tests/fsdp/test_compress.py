@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torch_cgx
 from torch_cgx.codecs import Identity, MaxMin
 from torch_cgx.config import Compression, Settings
-from torch_cgx.group.layer_table import LayerTable
+from torch_cgx.group.compression import Override
 from torch_cgx.plan.layout import Layer
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -248,30 +248,27 @@ def test_layers_of_one_total_are_cut_where_either_is_and_keep_the_more_exact_qua
 
 
 class FakeReplicateGroup:
-    def __init__(self, asked: list[Compression | None]) -> None:
-        self.layers = LayerTable()
-        self.compress_all_reduces = asked.append
+    def __init__(self) -> None:
+        self.told: list[Override | None] = []
+        self.override_compression = self.told.append
 
 
 def test_the_replicate_group_is_told_of_layers_once_and_of_several_of_a_total_all_cuts_hold() -> None:
-    asked: list[Compression | None] = []
-    group: Any = FakeReplicateGroup(asked)
+    group: Any = FakeReplicateGroup()
     exact_norm = (Layer(100, MaxMin(4, 64)), Layer(20, Identity()))
     replicas = Replicas.of(group).claim(FOUR)
+    assert group.told == [Override(FOUR)]
     replicas.expect(exact_norm)
-    version = group.layers.version
     replicas.expect(exact_norm)
-    assert group.layers.version == version
-    assert group.layers.cut(120, FOUR, SETTINGS) == exact_norm
+    assert group.told[1:] == [Override(FOUR, {120: exact_norm})]
     replicas.expect((Layer(60, MaxMin(4, 64)), Layer(60, MaxMin(4, 64))))
-    assert [layer.numel for layer in group.layers.cut(120, FOUR, SETTINGS)] == [60, 40, 20]
+    assert [layer.numel for layer in group.told[-1].layers[120]] == [60, 40, 20]
     again = Replicas.of(group).claim(EIGHT)  # another model's
     again.expect((Layer(120, MaxMin(8, 64)),))
     merged = (Layer(60, MaxMin(8, 64)), Layer(40, MaxMin(8, 64)), Layer(20, Identity()))
-    assert group.layers.cut(120, FOUR, SETTINGS) == merged
+    assert group.told[-1] == Override(EIGHT, {120: merged})
     replicas.release()
-    assert group.layers.cut(120, FOUR, SETTINGS) == (Layer(120, MaxMin(8, 64)),)
+    assert group.told[-1] == Override(EIGHT, {120: (Layer(120, MaxMin(8, 64)),)})
     again.release()
     again.release()
-    assert group.layers.cut(120, FOUR, SETTINGS) == (Layer(120, MaxMin(4, FOUR.block)),)
-    assert asked == [FOUR, EIGHT, EIGHT, None]
+    assert group.told[-1] is None and len(group.told) == 7

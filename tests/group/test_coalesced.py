@@ -15,6 +15,7 @@ from tests.support import harness
 from tests.support.error_bound import error_bound
 from tests.support.gradients import BITS, SLACK, digest
 from tests.support.harness import Rank, run_ranks
+from torch_cgx import CGXError
 from torch_cgx.engines.plain import PlainEngine
 from torch_cgx.kernels.native import available
 
@@ -56,7 +57,7 @@ def check_sum(got: Tensor, inputs: list[Tensor], scale: float) -> None:
 
 def reduce_mixed(me: Rank, apart: bool) -> list[str]:
     group: Any = dist.group.WORLD
-    assert (group._shared is None) is apart
+    assert (group._parts.native is None) is apart
     digests = []
     for op, scale in ((dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1 / me.world)):
         whole_numbers = op == dist.ReduceOp.SUM  # Gloo has no average
@@ -148,3 +149,27 @@ def reduce_later(me: Rank) -> list[str]:
 def test_they_may_be_waited_for_later_and_have_layers_of_their_own(apart: bool) -> None:
     first, *others = run_ranks(reduce_later, WORLD, "cgx", env={BITS: "4"}, rank_env=placed(apart))
     assert all(other == first for other in others)
+
+
+def after_the_end(me: Rank) -> None:
+    group: Any = dist.group.WORLD
+    dist.destroy_process_group()
+    with pytest.raises(CGXError, match="has been destroyed: call init_process_group again"):
+        group.allreduce_coalesced([torch.ones(100), torch.ones(200)])
+
+
+def named_accelerator(me: Rank) -> None:
+    opts = dist.BarrierOptions()
+    opts.device = torch.device("cuda", 0)
+    group: Any = dist.group.WORLD
+    assert group.barrier(opts).wait()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_barrier_of_cpu_tensors_alone_takes_any_device_that_torch_names(world: int) -> None:
+    """torch names the accelerator that a rank has, though others may have none."""
+    run_ranks(named_accelerator, world, "cgx")
+
+
+def test_a_group_that_has_ended_refuses_small_tensors_together_too() -> None:
+    run_ranks(after_the_end, 2, "cgx", env={"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})

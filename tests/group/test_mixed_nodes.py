@@ -5,6 +5,7 @@ Ranks get a CGX_NODE_ID each, which is all that a host is to a group. tests/grou
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -20,12 +21,12 @@ from tests.support.gradients import BITS, digest, noise
 from tests.support.harness import Rank, names, needs_native, observe_ranks, raised, run_ranks
 from torch_cgx.codecs import Identity, MaxMin, Quantizer
 from torch_cgx.engines import memory
-from torch_cgx.engines.host.plans import LINK_CHUNK_NBYTES
 from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.native import default_kernels
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Layer
 from torch_cgx.plan.programs import layout_for
+from torch_cgx.plan.slicing import LINK_CHUNK_NBYTES
 
 pytestmark = [pytest.mark.ranks, needs_native]
 
@@ -65,7 +66,7 @@ def on_nodes(nodes: str) -> dict[int, dict[str, str]]:
 
 def group_of(nodes: str) -> Any:
     group: Any = dist.group.WORLD
-    assert group.carrier == "TCP" and group._shared.nodes == tuple(map(int, nodes))
+    assert group.carrier == "TCP" and group._parts.native.nodes == tuple(map(int, nodes))
     return group
 
 
@@ -84,7 +85,7 @@ def expected_sum(
 
 
 def sums(me: Rank, nodes: str, topology: Topology) -> list[str]:
-    assert group_of(nodes)._reducer.topology == topology
+    assert group_of(nodes)._parts.host.reducer.topology == topology
     cases = [(bits, numel) for bits in (1, 4, 8, 32) for numel in (16, 700, 40_001)]
     cases.append((4, 900_001))  # several slices
     digests = []
@@ -111,6 +112,41 @@ def test_every_hierarchy_has_the_bits_of_the_in_memory_engine(
     env = {**env, **rounding}
     first, *others = run_ranks(sums, len(nodes), "cgx", nodes, topology, env=env, rank_env=on_nodes(nodes))
     assert len(set(first)) == len(first) and all(other == first for other in others)
+
+
+def automatic_sums(me: Rank, nodes: str) -> tuple[list[str], list[str]]:
+    """Check that every sum has the bits of the algorithm that the cost model shall choose at these bits."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch_cgx").addHandler(handler)
+    logging.getLogger("torch_cgx").setLevel(logging.INFO)
+    group = group_of(nodes)
+    numbers = tuple(map(int, nodes))
+    digests = []
+    for number, (bits, algorithm) in enumerate([(2, "SRA"), (3, "SRA"), (4, "GRID"), (8, "GRID"), (32, "GRID")]):
+        os.environ[BITS] = str(bits)
+        x = noise(me.rank, 40_001)
+        dist.all_reduce(x)
+        quantizer = Identity() if bits == 32 else MaxMin(bits, 512)
+        rounding = Rounding(True, SEED, op=number + 1)
+        expected = expected_sum(Topology(algorithm, numbers), 40_001, quantizer, torch.float32, 1.0, rounding)
+        assert digest(x) == digest(expected), (bits, algorithm)
+        digests.append(digest(x))
+    assert group._parts.context.recorder.as_dict()["reduction"] == "AUTO: 1e+05 Gbit/s and 5000 us per message"
+    return digests, [text for text in told if "grid" in text]
+
+
+@pytest.mark.parametrize("nodes", ["0123", pytest.param("001233", marks=pytest.mark.matrix)])
+def test_by_default_rank_0_s_costs_choose_a_grid_where_messages_are_dear_and_bits_are_4_or_more(nodes: str) -> None:
+    rounding = {"CGX_COMPRESSION_STOCHASTIC": "1", "CGX_COMPRESSION_SEED": str(SEED)}
+    rank_env = on_nodes(nodes)
+    rank_env[0] |= {"CGX_LINK_COSTS": "100tbit,5000us"}
+    rank_env[1] |= {"CGX_LINK_COSTS": "1mbit"}  # rank 0's counts
+    first, *others = run_ranks(automatic_sums, len(nodes), "cgx", nodes, env=rounding, rank_env=rank_env)
+    assert all(digests == first[0] and told == [] for digests, told in others)
+    (told,) = first[1]
+    assert "a grid of 2 x 2 nodes" in told and "at 4 bits" in told and "CGX_CROSS_REDUCTION_TYPE=SRA" in told
 
 
 def all_kinds(me: Rank, nodes: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import mpi_cases
 from tests.support.gradients import BITS
-from tests.support.harness import OVER_GLOO, Rank, describe, needs_native, observe_ranks, run_ranks
+from tests.support.harness import OVER_GLOO, Rank, describe, needs_native, observe_ranks, run_ranks, warm_python
 from tests.support.in_shares import sweep
 from tests.support.launching import LIBRARIES, clean_environ, finish, run, start, start_ranks, with_mpi4py_on
 from tests.support.mpi_cases import CASES, WORLD
@@ -36,7 +35,7 @@ def over_mpi(library: str) -> tuple[int, str, frozenset[str]]:
     with tempfile.TemporaryDirectory() as folder:
         environ = with_mpi4py_on(library, clean_environ(Path(folder))) | {INNER: "MPI", CROSS: "MPI"}
         environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[2])
-        process = start([*start_ranks(library, WORLD), sys.executable, mpi_cases.__file__, folder], environ)
+        process = start([*start_ranks(library, WORLD), warm_python(), mpi_cases.__file__, folder], environ)
         output = finish(process)
         return process.returncode, output, frozenset(os.listdir(folder))
 
@@ -97,7 +96,7 @@ def training(folder: Path) -> tuple[Path, dict[str, str]]:
 @pytest.mark.parametrize("library", EACH_LIBRARY)
 def test_training_and_shares_over_mpi_under_mpirun_are_those_over_tcp_to_the_bit(library: str, tmp_path: Path) -> None:
     script, environ = training(tmp_path)
-    process = start([*start_ranks(library), sys.executable, script], with_mpi4py_on(library, environ))
+    process = start([*start_ranks(library), warm_python(), script], with_mpi4py_on(library, environ))
     output = finish(process)
     for what, found in (
         (losses, r"MPI: rank \d \[.*?\]"),
@@ -113,7 +112,7 @@ def test_training_and_shares_over_mpi_under_mpirun_are_those_over_tcp_to_the_bit
 @pytest.mark.matrix
 def test_mpi4py_on_another_mpi_than_the_launcher_s_is_an_error_that_says_so(tmp_path: Path) -> None:
     script, environ = training(tmp_path)
-    output = run([*start_ranks("MPICH"), sys.executable, script], with_mpi4py_on("Open MPI", environ))
+    output = run([*start_ranks("MPICH"), warm_python(), script], with_mpi4py_on("Open MPI", environ))
     assert output.count("TransportError: MPI cannot be used: rank 0 reports: mpi4py uses Open MPI") == 2
     assert "set MPI4PY_LIBMPI" in output
 
@@ -142,7 +141,7 @@ sys.stdout.write("finalized\\n")
 def test_a_user_may_initialise_and_finalise_mpi(library: str, tmp_path: Path) -> None:
     script, environ = training(tmp_path)
     script.write_text(FINALIZING)
-    process = start([*start_ranks(library), sys.executable, script], with_mpi4py_on(library, environ))
+    process = start([*start_ranks(library), warm_python(), script], with_mpi4py_on(library, environ))
     output = finish(process)
     assert process.returncode == 0 and output.count("finalized") == 2, output
 

@@ -101,7 +101,7 @@ def hierarchical_sums(me: Rank, quantizations: int) -> tuple[Topology, list[str]
             within_bound(x, me.world, bits, average=average, quantizations=quantizations)
         digests.append(digest(x))
     group: Any = dist.group.WORLD
-    return group._reducer.topology, digests
+    return group._parts.host.reducer.topology, digests
 
 
 @pytest.mark.parametrize(("world", "choice", "shares", "quantizations"), HIERARCHIES)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.harness import warm_python
 from tests.support.launching import clean_environ, finish, free_port, start
 
 pytestmark = pytest.mark.ranks
@@ -24,7 +25,8 @@ PATIENCE_S = 120
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    return clean_environ(tmp_path) | {"PYTHONUNBUFFERED": "1"}
+    # torchrun itself is a real process, under which its workers are found. What it starts them with is forked.
+    return clean_environ(tmp_path) | {"PYTHONUNBUFFERED": "1", "PYTHON_EXEC": warm_python()}
 
 
 def program(folder: Path, text: Path) -> list[str | Path]:

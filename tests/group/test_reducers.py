@@ -10,9 +10,11 @@ import torch
 
 from torch_cgx.codecs import Identity, MaxMin
 from torch_cgx.config import Compression, Settings
+from torch_cgx.group.bootstrap.topology import Chooser
+from torch_cgx.group.context import GroupContext
 from torch_cgx.group.futures import Completions
 from torch_cgx.group.layer_table import LayerTable
-from torch_cgx.group.requests import Counts, Meanings, Place, Request, make_reduction
+from torch_cgx.group.requests import Counts, Meanings, Request, make_reduction
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Layer
 
@@ -42,8 +44,8 @@ class Watched(tuple[Layer, ...]):
 
 
 @pytest.fixture
-def place() -> Place:
-    return Place(0, 2, Settings(), LayerTable(), Completions("none"))
+def context() -> GroupContext:
+    return GroupContext(0, 2, Settings(), LayerTable(), Completions("none"))
 
 
 def request_of(layers: tuple[Layer, ...] | None, numel: int = 200) -> Request:
@@ -51,16 +53,16 @@ def request_of(layers: tuple[Layer, ...] | None, numel: int = 200) -> Request:
     return Request("all_reduce", x, [x], "AVG", Compression(4, 64), 1000, True, layers=layers)
 
 
-def test_a_second_call_walks_no_layers(place: Place) -> None:
+def test_a_second_call_walks_no_layers(context: GroupContext) -> None:
     layers = Watched([Layer(150, MaxMin(4, 64)), Layer(50, Identity())])
-    meanings, counts = Meanings(place, Topology.flat("SRA", 2)), Counts()
+    meanings, counts = Meanings(context, Chooser.fixed(Topology.flat("SRA", 2))), Counts()
     walks = []
     for _ in range(3):
         request = request_of(layers)
         meaning = meanings.of(request, SLICE)
         call = meanings.call(request, meaning)
         counts.add(request, meaning)
-        make_reduction(request, meaning, place, meanings.topology)
+        make_reduction(request, meaning, context)
         walks.append(Watched.walks)
         assert call is meanings.call(request, meaning)
     assert walks[0] > 0 and walks == [walks[0]] * 3
@@ -70,8 +72,8 @@ def test_a_second_call_walks_no_layers(place: Place) -> None:
     assert {name: counts.figures[name] for name in sums} == sums
 
 
-def test_requests_that_differ_are_told_apart(place: Place) -> None:
-    meanings = Meanings(place, Topology.flat("SRA", 2))
+def test_requests_that_differ_are_told_apart(context: GroupContext) -> None:
+    meanings = Meanings(context, Chooser.fixed(Topology.flat("SRA", 2)))
     layers = (Layer(150, MaxMin(4, 64)), Layer(50, Identity()))
     first = meanings.of(request_of(layers), SLICE)
     alike = meanings.of(request_of((*layers[:1], *layers[1:])), SLICE)
@@ -84,12 +86,12 @@ def test_requests_that_differ_are_told_apart(place: Place) -> None:
     plain = request_of(None)
     before = meanings.of(plain, SLICE)
     for number, numel in enumerate((120, 80)):
-        place.layers.register(0, number, numel, 2, 64)
+        context.layers.register(0, number, numel, 2, 64)
     assert meanings.of(plain, SLICE).agreed != before.agreed, "registered layers have changed"
 
 
-def test_exact_ones_are_not_counted_as_compressed(place: Place) -> None:
-    meanings, counts = Meanings(place, Topology.flat("SRA", 2)), Counts()
+def test_exact_ones_are_not_counted_as_compressed(context: GroupContext) -> None:
+    meanings, counts = Meanings(context, Chooser.fixed(Topology.flat("SRA", 2))), Counts()
     request = request_of((Layer(200, Identity()),))
     counts.add(request, meanings.of(request, SLICE))
     assert counts.figures == {"operations": 1, "compressed_operations": 0, "bytes_before": 800, "bytes_after": 800}

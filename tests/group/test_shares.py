@@ -35,6 +35,7 @@ from torch_cgx.cli.hosts import Hosts
 from torch_cgx.codecs import Identity, MaxMin
 from torch_cgx.config import Compression
 from torch_cgx.engines.recorder import process_recorder
+from torch_cgx.group.compression import Override
 from torch_cgx.kernels import Rounding
 from torch_cgx.plan.layout import Layer, make_shares_layout
 
@@ -201,7 +202,7 @@ def test_an_incomplete_last_block_of_a_share_travels_raw_where_that_is_asked_for
 def a_group_s_own(me: Rank) -> None:
     """What one group was told to do holds for its all_reduces alone, and within a block that says otherwise not."""
     told: Any = dist.new_group()
-    told.compress_all_reduces(Compression(2, 64))
+    told.override_compression(Override(Compression(2, 64)))
 
     def compressed_operations(group: Any, bits: int | None = None) -> float:
         x = noise(me.rank, 1000)
@@ -219,7 +220,7 @@ def a_group_s_own(me: Rank) -> None:
     dist.reduce_scatter_tensor(torch.zeros(500), noise(me.rank, me.world * 500), group=told)
     dist.all_gather_into_tensor(torch.zeros(me.world * 500), noise(me.rank, 500), group=told)
     assert torch_cgx.stats(told)["compressed_operations"] == 0
-    told.compress_all_reduces(None)
+    told.override_compression(None)
     assert compressed_operations(told) == 0
 
 

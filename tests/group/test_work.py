@@ -18,7 +18,7 @@ from torch_cgx.errors import CGXError, CGXTimeoutError, MismatchError, PeerLostE
 from torch_cgx.group.futures import Completions
 from torch_cgx.group.ledger.board import _BoardEntry
 from torch_cgx.group.ledger.store import _StoreEntry
-from torch_cgx.group.work import CarriedWork, CompositeWork, DoneWork
+from torch_cgx.group.work import CompositeWork, DoneWork, TorchWork
 
 WHAT = "broadcast (operation 7 of rank 1)"
 LONG_S = 60  # a future that is forgotten is never done
@@ -101,13 +101,13 @@ class FakeInquiry:
         return error
 
 
-def carried(inner: FakeInner, completions: Completions, board: FakeBoard | None = None) -> CarriedWork:
+def carried(inner: FakeInner, completions: Completions, board: FakeBoard | None = None) -> TorchWork:
     entry: Any = _BoardEntry(board, 7, WHAT)  # type: ignore[arg-type]
     if board is None:
         unused: Any = None
         entry = _StoreEntry(FakeInquiry(), unused, unused, 7, WHAT)  # type: ignore[arg-type]
     trail: Any = SimpleNamespace(finish=lambda error=None: None)
-    return CarriedWork(inner, entry, [torch.ones(2)], completions, trail)
+    return TorchWork(inner, entry, [torch.ones(2)], completions, trail)
 
 
 @pytest.mark.parametrize("board", [None, FakeBoard()], ids=["no board", "board"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.harness import Rank, run_ranks
-from tests.support.launching import TORCHRUN, clean_environ, run
+from tests.support.launching import clean_environ, run, torchrun
 from tests.support.training import flat
 
 pytestmark = pytest.mark.ranks
@@ -48,7 +48,7 @@ def test_an_example_compresses_its_gradients_and_all_ranks_agree(
     example: str, frameworks: list[str], tmp_path: Path
 ) -> None:
     need(*frameworks)
-    output = run([*TORCHRUN, PROBE, EXAMPLES / f"{example}_train.py", tmp_path], clean_environ(tmp_path))
+    output = run([*torchrun(), PROBE, EXAMPLES / f"{example}_train.py", tmp_path], clean_environ(tmp_path))
     files = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), output
     assert "Exception ignored" not in output

@@ -1,6 +1,7 @@
 """Scripts as users have them, under the launchers that users have: real mpirun, real torchrun.
 
-Each test starts whole programs, because what is tested is how a program finds out who it is. srun needs a
+Each test starts whole programs, because what is tested is how a program finds out who it is. Each launcher has tests
+with real interpreters. Where a script differs, not the launcher, it is forked with torch imported. srun needs a
 cluster, so its ranks are started by hand with the variables that it sets.
 """
 
@@ -13,7 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import TORCHRUN, clean_environ, finish, free_port, mpirun, run, start, start_ranks
+from tests.support.harness import warm_python
+from tests.support.launching import (
+    TORCHRUN,
+    clean_environ,
+    finish,
+    free_port,
+    mpirun,
+    run,
+    start,
+    start_ranks,
+    torchrun,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -105,7 +117,7 @@ def test_an_unmodified_script_runs_under_torchrun(script: Path, environ: dict[st
 @pytest.mark.matrix
 def test_torchrun_itself_may_be_started_by_mpirun(script: Path, environ: dict[str, str]) -> None:
     script.write_text(READS_WHAT_TORCHRUN_SETS)
-    assert_both_ranks_have_the_sum(run([mpirun("Open MPI"), "-np", "1", *TORCHRUN, script], environ))
+    assert_both_ranks_have_the_sum(run([mpirun("Open MPI"), "-np", "1", *torchrun(), script], environ))
 
 
 @pytest.mark.matrix
@@ -119,13 +131,13 @@ def test_ranks_meet_where_each_has_a_wrapper_script(script: Path, environ: dict[
 @pytest.mark.parametrize("library", VARIABLES)
 def test_a_script_that_translates_by_hand_works(library: str, script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(TRANSLATES_BY_HAND, port=free_port(), **VARIABLES[library]))
-    assert_both_ranks_have_the_sum(run([*start_ranks(library), sys.executable, script], environ))
+    assert_both_ranks_have_the_sum(run([*start_ranks(library), warm_python(), script], environ))
 
 
 @pytest.mark.matrix
 def test_a_script_that_gives_only_its_rank_works(script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(GIVES_ITS_RANK, **VARIABLES["Open MPI"]))
-    assert_both_ranks_have_the_sum(run([*start_ranks("Open MPI"), sys.executable, script], environ))
+    assert_both_ranks_have_the_sum(run([*start_ranks("Open MPI"), warm_python(), script], environ))
 
 
 @pytest.mark.matrix
@@ -168,7 +180,7 @@ def test_several_hosts_without_an_address_are_an_error_that_says_what_to_set(
     script: Path, environ: dict[str, str]
 ) -> None:
     script.write_text(SCRIPT)
-    output = run([*start_ranks("MPICH"), *TWO_HOSTS, sys.executable, script], environ)
+    output = run([*start_ranks("MPICH"), *TWO_HOSTS, warm_python(), script], environ)
     assert "ValueError: MPICH started 2 ranks on several hosts" in output
     assert "Set MASTER_ADDR to the host of rank 0" in output
 
@@ -177,14 +189,14 @@ def test_several_hosts_without_an_address_are_an_error_that_says_what_to_set(
 def test_several_hosts_with_an_address_meet(script: Path, environ: dict[str, str]) -> None:
     script.write_text(SCRIPT)
     address = ["-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", str(free_port())]
-    command = [*start_ranks("MPICH"), *TWO_HOSTS, *address, sys.executable, str(script)]
+    command = [*start_ranks("MPICH"), *TWO_HOSTS, *address, warm_python(), str(script)]
     assert_both_ranks_have_the_sum(run(command, environ))
 
 
 @pytest.mark.matrix
 def test_on_several_hosts_too_a_script_may_set_the_address_itself(script: Path, environ: dict[str, str]) -> None:
     script.write_text(_fill(TRANSLATES_BY_HAND, port=free_port(), **VARIABLES["MPICH"]))
-    assert_both_ranks_have_the_sum(run([*start_ranks("MPICH"), *TWO_HOSTS, sys.executable, script], environ))
+    assert_both_ranks_have_the_sum(run([*start_ranks("MPICH"), *TWO_HOSTS, warm_python(), script], environ))
 
 
 def _fill(script: str, **values: object) -> str:

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from torch_cgx.engines.host.plans import MOST_LAG, Tables, Template, link_lag, rooms_for
+from torch_cgx.engines.host.plans import Tables, Template, rooms_for
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk, Slice
 from torch_cgx.plan.programs import node_slots_for, program_for
+from torch_cgx.plan.slicing import MOST_LAG, link_lag
 
 Pattern = tuple[bool, ...]  # by chunk of a slice: whether it has values
 

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.plan import simulate_classes
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.checker import check
+from torch_cgx.plan.costs import Costs, Speeds, Wire
 from torch_cgx.plan.layout import Layer, Layout, make_layout
-from torch_cgx.plan.simulate import Costs, Speeds, Timing, Wire, simulate, size_of
+from torch_cgx.plan.simulate import Timing, simulate, size_of
 from torch_cgx.plan.simulate_classes import Cluster, simulate_cluster
 
 MIXED = Costs(
@@ -55,7 +57,7 @@ def test_a_message_costs_both_processors() -> None:
     wire = Wire(10, latency_s=1, message_s=2, byte_s=0.2)
     assert simulate(topology, slices, Costs(between=wire, cores=2)).seconds == pytest.approx(2 * (2 + 1 + 160 + 2))
     assert simulate(topology, slices, Costs(between=wire, cores=1)).seconds == pytest.approx(4 * 162)
-    assert simulate(topology, slices, Costs(between=wire, cores=0.5)).seconds == pytest.approx(4 * (2 + 2 * 160))
+    assert simulate(topology, slices, Costs(between=wire, cores=0.5)).seconds == pytest.approx(4 * 2 * 162)
 
 
 def test_an_operation_begins_late_once_however_many_slices_it_has() -> None:
@@ -111,6 +113,8 @@ TOPOLOGIES = [
     Topology("RING", (0, 0, 1, 1, 2, 2), shares=2),
     Topology("SRA", (0, 0, 0, 1, 1), shares=2, compress_inside=False),
     Topology("SRA", (0, 0, 0), shares=2, compress_inside=False),
+    Topology.flat("GRID", 6),
+    Topology("GRID", (0, 0, 1, 1, 2, 2, 3)),
 ]
 
 
@@ -172,19 +176,26 @@ CLUSTERS = [
     Cluster(3, 3, "RING"),
     Cluster(3, 2, "RING", flat=True),
     Cluster(2, 3, "SRA", shares=3, compress_inside=False),
+    Cluster(6, 1, "GRID"),
+    Cluster(12, 1, "GRID"),
+    Cluster(7, 1, "GRID"),
+    Cluster(4, 2, "GRID"),
+    Cluster(6, 2, "GRID", shares=2, compress_inside=False),
 ]
 
 
-@pytest.mark.parametrize(("cores", "rounds"), [(1.0, False), (2.0, False), (2.0, True)])
+@pytest.mark.parametrize(
+    ("cores", "rounds", "lag"), [(1.0, False, 1), (2.0, False, 1), (2.0, True, 1), (0.5, False, 4), (1.0, False, 0)]
+)
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
-def test_one_node_stands_for_all(cluster: Cluster, cores: float, rounds: bool) -> None:
+def test_one_node_stands_for_all(cluster: Cluster, cores: float, rounds: bool, lag: int) -> None:
     topology, slices = cluster.topology(), 3
     parts = layout_of(topology, 1024 * 8 * cluster.n_chunks * slices, MaxMin(4, 1024), slices).slices
     assert len({chunk.nbytes for part in parts for chunk in part.chunks}) == 1
     costs = replace(MIXED, cores=cores)
     nodes = [rank // cluster.ranks for rank in range(cluster.world)]
-    everyone = simulate(topology, parts, costs, nodes, rounds=rounds)
-    one = simulate_cluster(cluster, size_of(parts[0], 0), slices, costs, rounds=rounds)
+    everyone = simulate(topology, parts, costs, nodes, rounds=rounds, lag=lag)
+    one = simulate_cluster(cluster, size_of(parts[0], 0), slices, costs, rounds=rounds, lag=lag)
     assert one.seconds == pytest.approx(everyone.seconds, rel=1e-9)
     assert one.sent_nbytes == everyone.sent_nbytes[: cluster.ranks]
     assert one.link_nbytes == everyone.link_nbytes
@@ -199,16 +210,23 @@ LARGE = [
     Cluster(24, 2, "SRA"),
     Cluster(24, 2, "RING"),
     Cluster(24, 2, "RING", flat=True),
+    Cluster(100, 1, "GRID"),
+    Cluster(26, 1, "GRID"),
+    Cluster(64, 2, "GRID"),
+    Cluster(40, 2, "GRID", shares=2),
 ]
 
 
 @pytest.mark.parametrize("wire", [Wire(1e9), MIXED.between, Wire(1e11, 1e-4, 1e-5)], ids=["slow", "mixed", "far"])
 @pytest.mark.parametrize("cluster", LARGE, ids=str)
-def test_a_node_that_stands_for_several_changes_little(cluster: Cluster, wire: Wire) -> None:
+def test_a_node_that_stands_for_several_changes_little(
+    cluster: Cluster, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = size_of(layout_of(Topology.flat("SRA", 2), 1 << 15, MaxMin(4, 1024)).slices[0], 0)
     costs = replace(MIXED, between=wire)
-    whole = simulate_cluster(cluster, size, 2, costs, most=cluster.nodes)
     lumped = simulate_cluster(cluster, size, 2, costs)
+    monkeypatch.setattr(simulate_classes, "_MOST_LINES", cluster.nodes)
+    whole = simulate_cluster(cluster, size, 2, costs, most=cluster.nodes)
     assert lumped.seconds == pytest.approx(whole.seconds, rel=0.1)
     assert sum(lumped.sent_nbytes) == pytest.approx(sum(whole.sent_nbytes))
     assert lumped.link_nbytes == pytest.approx(whole.link_nbytes)

@@ -18,6 +18,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.nursery import WITHOUT_ENGINE, Job, Outcome, Rank
+from tests.support import warm
+from tests.support.nursery import WITHOUT_ENGINE, Job, Outcome, Rank, Serve
 from torch_cgx.cli.hosts import Node
 from torch_cgx.kernels.native import available
 
@@ -41,6 +43,7 @@ __all__ = [
     "observe_ranks",
     "run_ranks",
     "shared_memory_names",
+    "warm_python",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +85,18 @@ class Nursery:
             self.close()
             raise RuntimeError(f"the nursery did not start within {START_S:.0f} s")
         self.connection.recv_bytes()
+        self.programs: tempfile.TemporaryDirectory[str] | None = None
+        self.script = ""
+
+    def serve(self) -> str:
+        """Have whole programs forked, too; return the script that stands in for the interpreter."""
+        if self.programs is None:
+            self.programs = tempfile.TemporaryDirectory(prefix="cgx-test-")
+            self.connection.send_bytes(pickle.dumps(Serve(Path(self.programs.name))))
+            if not self.connection.poll(ANSWER_MARGIN_S):
+                raise RuntimeError(f"the nursery did not answer {ANSWER_MARGIN_S:.0f} s long")
+            self.script = self.connection.recv_bytes().decode()
+        return self.script
 
     def run(self, job: Job) -> list[Outcome]:
         self.connection.send_bytes(pickle.dumps(job))
@@ -98,6 +113,8 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self.programs is not None:
+            self.programs.cleanup()
 
 
 _nursery: Nursery | None = None
@@ -109,6 +126,18 @@ def close() -> None:
     if _nursery is not None:
         _nursery.close()
         _nursery = None
+
+
+def warm_python() -> str:
+    """Return what a test may start in place of `sys.executable`: programs are forked, with torch imported (`warm`)."""
+    return _get().serve() if warm.possible() else sys.executable
+
+
+def _get() -> Nursery:
+    global _nursery
+    if _nursery is None or _nursery.process.poll() is not None:
+        _nursery = Nursery()
+    return _nursery
 
 
 @contextlib.contextmanager
@@ -146,9 +175,7 @@ def observe_ranks(
     place.
     """
     assert len(nodes) in (0, world)
-    global _nursery
-    if _nursery is None or _nursery.process.poll() is not None:
-        _nursery = Nursery()
+    nursery = _get()
     job = Job(
         function_file=inspect.getfile(function),
         function_module=function.__module__,
@@ -166,7 +193,7 @@ def observe_ranks(
         nodes=tuple(nodes),
     )
     try:
-        return _nursery.run(job)
+        return nursery.run(job)
     except (EOFError, OSError, RuntimeError):
         close()
         raise

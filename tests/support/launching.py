@@ -1,4 +1,7 @@
-"""Starts whole programs under the launchers that users have: mpirun of Open MPI and of MPICH, torchrun."""
+"""Starts whole programs under the launchers that users have: mpirun of Open MPI and of MPICH, torchrun.
+
+`warm_python()` in place of `sys.executable` saves the imports; see `warm` for where it will not do.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,16 @@ from pathlib import Path
 import pytest
 
 import _torch_cgx_autoload as autoload
+from tests.support.harness import warm_python
 
 LIMIT_S = 240  # imports alone were seen to take more than a minute on a busy machine
 LIBRARIES = ("Open MPI", "MPICH")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def torchrun() -> list[str]:
+    """Return the command of torchrun with two ranks, all of them forked with torch imported."""
+    return [warm_python(), *TORCHRUN[1:]]
 
 
 @functools.cache
@@ -115,7 +124,7 @@ CGX = [sys.executable, "-m", "torch_cgx.cli"]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*CGX, "bench", "allreduce", *arguments, "--seconds", "0.05"]
+    command = [warm_python(), *CGX[1:], "bench", "allreduce", *arguments, "--seconds", "0.05"]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
 
 

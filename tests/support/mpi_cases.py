@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -42,14 +43,14 @@ class Ranks:
     def peers(self) -> list[int]:
         return [peer for peer in range(WORLD) if peer != self.rank]
 
-    def start(self, timeout_s: float = TIMEOUT_S) -> Any:
+    def start(self, timeout_s: float = TIMEOUT_S, carrier: str = "MPI") -> Any:
         """Start the world over MPI."""
         store = dist.PrefixStore(f"{self.name} world", self.store)
         dist.init_process_group(
             "cgx", store=store, rank=self.rank, world_size=WORLD, timeout=timedelta(seconds=timeout_s)
         )
         group: Any = dist.group.WORLD
-        assert group.carrier == "MPI", group.carrier
+        assert group.carrier == carrier, group.carrier
         return group
 
     def meet(self, what: str) -> None:
@@ -74,9 +75,9 @@ def exact_sums_of_all_lengths(ranks: Ranks) -> None:
         assert torch.equal(x, total(numel)), numel
 
 
-def many_in_flight(ranks: Ranks) -> None:
+def many_in_flight(ranks: Ranks, carrier: str = "MPI") -> None:
     """Sums, gathers, broadcasts from every rank and exchanges, waited for in an order of each rank's own."""
-    ranks.start()
+    ranks.start(carrier=carrier)
     pending: list[tuple[Any, Tensor, Tensor]] = []
     for salt, numel in enumerate(LENGTHS[1:] * 3):
         summed = values(ranks.rank, numel, salt)
@@ -94,6 +95,13 @@ def many_in_flight(ranks: Ranks) -> None:
     for work, found, expected in pending[:: 1 if ranks.rank == 1 else -1]:
         work.wait()
         assert torch.equal(found, expected), found.numel()
+
+
+def mpi_within_nodes_and_sockets_between(ranks: Ranks) -> None:
+    """The last rank has no peer over MPI, but must plan like those that have."""
+    node = "a" if ranks.rank < WORLD - 1 else "b"
+    with patch.dict(os.environ, {"CGX_NODE_ID": node, "CGX_CROSS_COMMUNICATOR_TYPE": "TCP"}):
+        many_in_flight(ranks, carrier="TCP")  # between nodes
 
 
 def subgroups_of_any_ranks_beside_the_world(ranks: Ranks) -> None:
@@ -225,6 +233,7 @@ CASES: dict[str, Callable[[Ranks], None]] = {
     for case in (
         exact_sums_of_all_lengths,
         many_in_flight,
+        mpi_within_nodes_and_sockets_between,
         subgroups_of_any_ranks_beside_the_world,
         groups_come_and_go,
         the_user_s_own_traffic_is_not_met,

@@ -21,6 +21,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -33,6 +34,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.support import warm
 
 if TYPE_CHECKING:
     from torch_cgx.cli.hosts import Node
@@ -81,6 +84,13 @@ class Job:
     grace_s: float  # how long the others may go on after a rank has failed
     nodes: tuple[Node, ...] = ()  # by rank: the test host it lives on; empty: all on this one
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Fork whole programs for those who run the script of this folder (see `warm`)."""
+
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -186,9 +196,15 @@ def main(command_fd: int) -> int:
     try:
         while True:
             try:
-                job: Job = pickle.loads(connection.recv_bytes())
+                job: Job | Serve = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 return 0
+            if isinstance(job, Serve):
+                program = _serve(job.folder, connection)
+                if program is not None:
+                    program()
+                    return 0
+                continue
             scratch = Path(tempfile.mkdtemp(prefix="cgx-test-"))
             # Test hosts reach nothing but each other, so their store is in the first of them.
             job_store = _start_store(job.nodes[0]) if job.nodes else None
@@ -213,6 +229,25 @@ def main(command_fd: int) -> int:
     finally:
         if os.getpid() == nursery_pid:
             _end_store(store_pid)
+
+
+def _serve(folder: Path, connection: Connection) -> Callable[[], None] | None:
+    """Fork a server of whole programs and answer with its script; in each program, return what runs it."""
+    address = folder / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(str(address))
+            listener.listen(64)
+        except OSError:  # a path may have 107 characters
+            connection.send_bytes(sys.executable.encode())
+            return None
+        script = warm.write_script(folder, address)
+        if os.fork() == 0:
+            connection.close()
+            given = ("", str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+            return warm.serve(listener, [path for path in sys.path if path not in given], str(script))
+    connection.send_bytes(str(script).encode())
+    return None
 
 
 def _finalizers_at_exit() -> list[weakref.finalize[..., Any]]:

@@ -359,7 +359,18 @@ class StandInGroup(ProcessGroupCGX):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._cuda is not None:  # all ranks have what it takes
+        self._check_order()
+
+    def abort(self) -> None:
+        super().abort()
+        self._check_order()
+
+    def leave_at_exit(self) -> None:
+        super().leave_at_exit()
+        self._check_order()
+
+    def _check_order(self) -> None:
+        if self._parts.cuda is not None:  # all ranks have what it takes
             self.device.order.check()
 
 

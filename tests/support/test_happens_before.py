@@ -226,7 +226,7 @@ def test_what_a_callback_uses_is_kept_for_its_stream(keeps: bool) -> None:
             lost = torch.ones(NUMEL)
         device.order.allocated(lost, caller_stream)
         if keeps:
-            side.keep(lost)
+            side.record_use(lost)
         return done.value()[0] + lost
 
     made = work.get_future().then(finish)

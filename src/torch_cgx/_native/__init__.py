@@ -27,7 +27,7 @@ __all__ = [
     "shares_memory",
 ]
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 _log = logging.getLogger("torch_cgx")
 
@@ -52,7 +52,7 @@ class Step(ctypes.Structure):
 
 
 class Slot(ctypes.Structure):
-    _fields_ = [(name, c_int64) for name in ("offset", "nbytes", "writer", "flag", "slice")]
+    _fields_ = [(name, c_int64) for name in ("offset", "nbytes", "writer", "flag", "slice", "home")]
 
 
 class Call(ctypes.Structure):

@@ -10,11 +10,10 @@ from torch_cgx.adaptive.budget import Budget
 from torch_cgx.adaptive.layers import Candidate, LayerStats, total_error, total_nbytes
 from torch_cgx.adaptive.options import AUTO, AdaptiveBits
 from torch_cgx.adaptive.policies import POLICIES
-from torch_cgx.config import Compression
+from torch_cgx.config import EXACT, Compression
 
-__all__ = ["EXACT", "Decision", "Trial", "contenders", "decide", "limited"]
+__all__ = ["Decision", "Trial", "contenders", "decide", "limited"]
 
-EXACT = Compression(bits=32)
 _NO_LONGER = 1.01  # times the fastest: what measuring a step cannot tell from none
 
 

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from torch_cgx.codecs.maxmin import MaxMin
 from torch_cgx.codecs.raw import Identity
+from torch_cgx.config import Compression
 
-__all__ = ["Identity", "MaxMin", "Quantizer"]
+__all__ = ["Identity", "MaxMin", "Quantizer", "quantizer_for"]
 
 
 class Quantizer(Protocol):
@@ -20,6 +21,10 @@ class Quantizer(Protocol):
     @property
     def bits(self) -> int:
         """Bits a value, as the kernels' table names them."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values are sent as they are."""
 
     @property
     def block(self) -> int:
@@ -34,3 +39,8 @@ class Quantizer(Protocol):
 
     def payload_nbytes(self, numel: int, itemsize: int) -> int:
         """Bytes of a piece's payload, a multiple of 8; for multiples of 8 * cut_numel linear in numel."""
+
+
+def quantizer_for(compression: Compression, *, skip_incomplete: bool = False) -> Quantizer:
+    """Return the quantizer that a compression asks for. `skip_incomplete`: an incomplete last block is sent raw."""
+    return Identity() if compression.is_exact else MaxMin(compression.bits, compression.block, skip_incomplete)

@@ -25,6 +25,10 @@ class MaxMin:
             raise ValueError(f"block of the max-min quantizer: expected 1 to {MAX_BLOCK}, got {self.block}")
 
     @property
+    def is_exact(self) -> bool:
+        return False
+
+    @property
     def cut_numel(self) -> int:
         return math.lcm(self.block, 8)
 

@@ -14,6 +14,10 @@ class Identity:
         return 32  # the kernels' name for raw, whatever the dtype
 
     @property
+    def is_exact(self) -> bool:
+        return True
+
+    @property
     def block(self) -> int:
         return 1
 

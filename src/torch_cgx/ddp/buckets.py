@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_cgx import functional
-from torch_cgx.codecs import Identity, MaxMin
-from torch_cgx.config import Compression
+from torch_cgx.codecs import Identity, Quantizer, quantizer_for
+from torch_cgx.config import EXACT, Compression
 from torch_cgx.ddp.report import LayerReport
 from torch_cgx.plan.layout import Layer
 
@@ -65,7 +65,7 @@ class KnownLayer:
             return None
         return gradient
 
-    def report(self, itemsize: int, quantizer: MaxMin | Identity) -> LayerReport:
+    def report(self, itemsize: int, quantizer: Quantizer) -> LayerReport:
         return LayerReport(
             name=self.name,
             numel=self.numel,
@@ -100,7 +100,9 @@ class KnownBucket:
 
     def refresh(self) -> None:
         """The layers' compressions have been set."""
-        self.measured = all(each.relative_error is not None for each in self.layers if self.quantizer(each).bits != 32)
+        self.measured = all(
+            each.relative_error is not None for each in self.layers if not self.quantizer(each).is_exact
+        )
         self.watching = any(each.is_unexplained for each in self.layers)
         self.wire_layers = _joined([Layer(each.numel, self.quantizer(each)) for each in self.layers])
         self.exact_layers = _joined([Layer(each.numel, Identity()) for each in self.layers])
@@ -108,12 +110,12 @@ class KnownBucket:
 
     @property
     def is_compressed(self) -> bool:
-        return any(layer.quantizer.bits != 32 for layer in self.wire_layers)
+        return any(not layer.is_exact for layer in self.wire_layers)
 
     @property
     def compressed_spans(self) -> list[slice]:
         """Return the spans of the compressed layers."""
-        compressed = [layer for layer in self.layers if self.quantizer(layer).bits != 32]
+        compressed = [layer for layer in self.layers if not self.quantizer(layer).is_exact]
         return [slice(layer.start, layer.start + layer.numel) for layer in compressed]
 
     @property
@@ -121,9 +123,9 @@ class KnownBucket:
         """Those whose bits may be chosen."""
         return [layer for layer in self.layers if layer.is_free] if self.compressible else []
 
-    def quantizer(self, layer: KnownLayer) -> MaxMin | Identity:
-        bits, block = layer.compression.bits, layer.compression.block
-        return Identity() if bits == 32 or not self.compressible else MaxMin(bits, block, self.skip_incomplete)
+    def quantizer(self, layer: KnownLayer) -> Quantizer:
+        compression = layer.compression if self.compressible else EXACT
+        return quantizer_for(compression, skip_incomplete=self.skip_incomplete)
 
     def is_made_of(self, dtype: torch.dtype, parameters: Sequence[Tensor]) -> bool:
         return (
@@ -136,7 +138,7 @@ class KnownBucket:
         """What quantizing these gradients, which are this rank's own, will lose."""
         self.measured = True
         for layer in self.layers:
-            if self.quantizer(layer).bits == 32:
+            if self.quantizer(layer).is_exact:
                 continue
             values = layer.of(buffer).cpu()
             bits, block = layer.compression.bits, layer.compression.block
@@ -188,7 +190,7 @@ def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Neighbours that travel raw as one layer: fewer pieces, and less padding."""
     joined: list[Layer] = []
     for layer in layers:
-        if joined and layer.quantizer.bits == 32 == joined[-1].quantizer.bits:
+        if joined and layer.is_exact and joined[-1].is_exact:
             joined[-1] = Layer(joined[-1].numel + layer.numel, layer.quantizer)
         else:
             joined.append(layer)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch_cgx.config import EXACT
+
 __all__ = ["LayerReport", "Report"]
 
 _MOST_NAME = 48
@@ -97,5 +99,5 @@ class Report:
 def _row(layer: LayerReport) -> tuple[str, ...]:
     name = layer.name if len(layer.name) <= _MOST_NAME else "..." + layer.name[3 - _MOST_NAME :]
     error = "" if layer.relative_error is None else f"{layer.relative_error:.2e}"
-    bits = "exact" if layer.bits == 32 else str(layer.bits)
+    bits = "exact" if layer.bits == EXACT.bits else str(layer.bits)
     return (name, f"{layer.numel:,}", bits, f"{layer.bytes_exact:,}", f"{layer.bytes_sent:,}", error)

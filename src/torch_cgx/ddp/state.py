@@ -93,7 +93,7 @@ class CGXState:
                 "overrides: expected the model whose parameters they name; make the state with CGXState.from_model"
             )
         if dist.is_initialized() and isinstance(own := self._own_group(), ProcessGroupCGX):
-            own.heed_no_variable()
+            own.ignore_env_bits()
 
     def _begin(self, settings: Mapping[str, Any], process_group: Any, grad_scaler: Any, measure_every: int) -> None:
         # By the identity of parameters, which buckets and the model keep alive; several names where modules share one.
@@ -171,7 +171,7 @@ class CGXState:
         own = self._own_group()
         if self._group is None or self._group.is_closed or self._group_of is not own:
             self._group, self._group_of = cgx_group_of(own), own
-            self._group.heed_no_variable()
+            self._group.ignore_env_bits()
         return self._group
 
     def _own_group(self) -> Any:
@@ -227,10 +227,10 @@ class CGXState:
             on_cpu = averaged.device.type == "cpu"  # elsewhere a look would make the host wait
             nonfinite = on_cpu and known.may_be_nonfinite(averaged, compressing)
             if residual is not None and lost is not None:
-                group.keep(residual, lost)  # of the stream that callbacks run on
+                group.record_use(residual, lost)  # of the stream that callbacks run on
                 residual.add_(lost if on_cpu and not nonfinite else torch.where(torch.isfinite(averaged), lost, 0))
             if residual is not None and held is not None:
-                group.keep(residual, held)
+                group.record_use(residual, held)
                 residual.add_(held)
             if nonfinite:
                 known.look_at_average(averaged, step, looking)

@@ -21,12 +21,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch_cgx.errors import CGXError
 from torch_cgx.version import __version__
 
-__all__ = ["FORMAT", "GroupRecorder", "Recorder", "Trail", "What", "process_recorder"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FORMAT", "GroupRecorder", "NativeEntry", "OpInfo", "Recorder", "Trail", "process_recorder"]
 
 FORMAT = "cgx-trace 1"
 LENGTH = 1000  # operations
@@ -37,9 +40,32 @@ _LIVES = ("absent", "present", "left", "gone")
 _log = logging.getLogger("torch_cgx")
 
 
-# Operation, dtype, shape, reduction, bits (0: no choice of ours), root (-1: none), bytes of values, bytes of payloads;
-# None: nothing to tell. Not a class: making one would cost as much as all the rest.
-What = tuple[str, Any, Sequence[int] | None, str | None, int, int, int | None, int | None]
+class OpInfo(NamedTuple):
+    """Describe one operation. None: not known, or different on each rank."""
+
+    operation: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
+    reduction: str | None = None
+    bits: int = 0  # 0: nobody chose any
+    root: int = -1  # -1: it has none
+    nbytes: int | None = None  # of values
+    payload_nbytes: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        nbytes = self.nbytes
+        if nbytes is None and self.dtype is not None and self.shape is not None:
+            nbytes = math.prod(self.shape) * self.dtype.itemsize
+        return {
+            "operation": self.operation,
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "shape": None if self.shape is None else list(self.shape),
+            "reduction": self.reduction,
+            "bits": self.bits or None,
+            "root": None if self.root < 0 else self.root,
+            "nbytes": nbytes,
+            "payload_nbytes": self.payload_nbytes,
+        }
 
 
 class Native(Protocol):
@@ -85,10 +111,10 @@ class Trail:
     waiting: tuple[int, int] | None = None  # for which peer, since when
     sent_nbytes = 0
 
-    def __init__(self, group: GroupRecorder, number: int, what: What, carrier: str) -> None:
+    def __init__(self, group: GroupRecorder, number: int, info: OpInfo, carrier: str) -> None:
         self.group = group
         self.number = number
-        self.what = what
+        self.info = info
         self.carrier = carrier
         self.submitted_ns = time.monotonic_ns()
 
@@ -122,7 +148,7 @@ class Trail:
         names = self.group.global_ranks
         longest = max(self.waits_ns.items(), key=lambda item: item[1]) if self.waits_ns else None
         return {
-            **_described(self.what),
+            **self.info.as_dict(),
             "number": self.number,
             "carrier": self.carrier,
             "state": self.state,
@@ -137,25 +163,12 @@ class Trail:
         }
 
 
-def _described(what: What) -> dict[str, Any]:
-    operation, dtype, shape, reduction, bits, root, nbytes, payload_nbytes = what
-    if nbytes is None and dtype is not None and shape is not None:
-        nbytes = math.prod(shape) * dtype.itemsize
-    return {
-        "operation": operation,
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "shape": None if shape is None else list(shape),
-        "reduction": reduction,
-        "bits": bits or None,
-        "root": None if root < 0 else root,
-        "nbytes": nbytes,
-        "payload_nbytes": payload_nbytes,
-    }
+class NativeEntry(NamedTuple):
+    """An operation of the native executor, which knows the rest."""
 
-
-# Of the native executor: the group, the operation's number there, and (operation, shape, strides, dtype, reduction,
-# compression, ...), by which reducers keep what they prepared for it.
-NativeEntry = tuple["GroupRecorder", int, tuple[Any, ...]]
+    group: GroupRecorder
+    number: int
+    info: OpInfo
 
 
 class GroupRecorder:
@@ -168,6 +181,7 @@ class GroupRecorder:
         self.rank = rank
         self.global_ranks = tuple(global_ranks)
         self.carrier = carrier  # of its own allreduces
+        self.reduction = ""  # their algorithm between nodes, or what it is chosen by
         self.append: Callable[[NativeEntry | Trail], None] = recorder.entries.append
         self.failure: str | None = None
         self.failed_ns = 0
@@ -181,8 +195,8 @@ class GroupRecorder:
         recorder.add(self, folder)
 
     @classmethod
-    def unheard(cls) -> GroupRecorder:
-        """For parts of a group without one."""
+    def detached(cls) -> GroupRecorder:
+        """Return one for parts of a group without a recorder."""
         return cls(Recorder(), 0, range(1024))
 
     def attach(self, group: Any, carrier: str, native: Native | None) -> None:
@@ -191,9 +205,9 @@ class GroupRecorder:
         self.carrier = carrier
         self._native = native
 
-    def begin(self, what: What, carrier: str, number: int = 0) -> Trail:
+    def begin(self, info: OpInfo, carrier: str, number: int = 0) -> Trail:
         """Write down an operation of a group; `number` 0: counted here, alike on all ranks that make the same calls."""
-        trail = Trail(self, number or next(self._count), what, carrier)
+        trail = Trail(self, number or next(self._count), info, carrier)
         self.append(trail)
         return trail
 
@@ -219,9 +233,9 @@ class GroupRecorder:
         if self.closed:
             return
         self._kept = {
-            entry[1]: self._of_native(entry[1])
+            entry.number: self._of_native(entry.number)
             for entry in self.recorder.snapshot()
-            if isinstance(entry, tuple) and entry[0] is self
+            if isinstance(entry, NativeEntry) and entry.group is self
         }
         self._peers = self.peers()
         self._name()
@@ -264,20 +278,16 @@ class GroupRecorder:
             "rank": self.rank,
             "ranks": list(self.global_ranks),
             "carrier": self.carrier,
+            "reduction": self.reduction,
             "closed": self.closed,
             "failure": self.failure,
             "failed_ns": self.failed_ns or None,
             "peers": self.peers(),
         }
 
-    def native_dict(self, number: int, key: tuple[Any, ...]) -> dict[str, Any]:
-        operation, shape, _, dtype, reduction, compression, *_, called_with, root = key
-        found = self._kept.get(number) or self._of_native(number)
-        shape, root = shape if called_with is None else called_with, -1 if root is None else root
-        what: What = (operation, dtype, shape, reduction, compression.bits, root, None, None)
-        if operation == "barrier":  # its values are nobody's business
-            what = (operation, None, None, None, 0, -1, None, None)
-        described = {**_described(what), "carrier": self.carrier, **found}
+    def native_dict(self, entry: NativeEntry) -> dict[str, Any]:
+        found = self._kept.get(entry.number) or self._of_native(entry.number)
+        described = {**entry.info.as_dict(), "carrier": self.carrier, **found}
         if found["state"] == "failed":
             described["error"] = self.failure
         return described
@@ -329,17 +339,14 @@ class Recorder:
             with contextlib.suppress(RuntimeError):  # another thread has appended meanwhile
                 return list(self.entries)
 
-    def calls(self) -> list[tuple[str, Any, Sequence[int] | None, str | None]]:
-        """Return operation, dtype, shape and reduction of every operation in the ring."""
-        return [
-            entry.what[:4] if isinstance(entry, Trail) else (entry[2][0], entry[2][3], entry[2][1], entry[2][4])
-            for entry in self.snapshot()
-        ]
+    def calls(self) -> list[OpInfo]:
+        """Return every operation in the ring."""
+        return [entry.info for entry in self.snapshot()]
 
     def forget_closed(self) -> None:
         """Groups that have ended and left no operation in the ring."""
         if len(self._groups) > 64:
-            seen = {id(entry[0] if isinstance(entry, tuple) else entry.group) for entry in self.snapshot()}
+            seen = {id(entry.group) for entry in self.snapshot()}
             self._groups = [group for group in self._groups if not group.closed or id(group) in seen]
 
     def write(self, why: str) -> Path | None:
@@ -368,13 +375,9 @@ class Recorder:
         places = {id(group): place for place, group in enumerate(groups)}
         operations = []
         for entry in self.snapshot():
-            if isinstance(entry, Trail):
-                group, told = entry.group, entry.as_dict()
-            else:
-                group, number, key = entry
-                told = group.native_dict(number, key)
-            if id(group) in places:
-                operations.append({"group": places[id(group)], **told})
+            described = entry.as_dict() if isinstance(entry, Trail) else entry.group.native_dict(entry)
+            if id(entry.group) in places:
+                operations.append({"group": places[id(entry.group)], **described})
         return {
             "format": FORMAT,
             "torch_cgx": __version__,

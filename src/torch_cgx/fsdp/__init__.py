@@ -53,8 +53,8 @@ class Compressed:
         """A table: every parameter, its values, and the bits of its gradients and weights (32: exact)."""
         rows = [("parameter", "values", "grad bits", "weight bits", "bucket size")]
         for each in self.parameters:
-            exact = each.grad.bits == each.weight.bits == 32
-            block = "" if exact else str((each.weight if each.grad.bits == 32 else each.grad).block)
+            exact = each.grad.is_exact and each.weight.is_exact
+            block = "" if exact else str((each.weight if each.grad.is_exact else each.grad).block)
             rows.append((each.name, f"{each.numel:,}", str(each.grad.bits), str(each.weight.bits), block))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join(
@@ -132,7 +132,7 @@ def _install(
         if isinstance(unit.reduce_scatter, ReduceScatter) and unit.reduce_scatter.replicas is not None:
             unit.reduce_scatter.replicas.release()
     # Where only overrides ask for bits, one of them turns compression on: the layers say where it holds.
-    across_all = next((each for each in (grad, *(p.grad for row in chosen for p in row)) if each.bits != 32), grad)
+    across_all = next((each for each in (grad, *(p.grad for row in chosen for p in row)) if not each.is_exact), grad)
     claims: dict[Any, Claim] = {}
     installed = []
     for unit, row in zip(units, chosen, strict=True):
@@ -151,7 +151,7 @@ def _install(
 
 
 def _compresses_gradients(chosen: Sequence[Sequence[Parameter]], default: Compression) -> bool:
-    return default.bits != 32 or any(each.grad.bits != 32 for row in chosen for each in row)
+    return not default.is_exact or any(not each.grad.is_exact for row in chosen for each in row)
 
 
 def _check_replicas(unit: Unit) -> None:

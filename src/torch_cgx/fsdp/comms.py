@@ -15,19 +15,16 @@ import torch
 from torch import Tensor
 
 from torch_cgx import scopes
-from torch_cgx.codecs import Identity, MaxMin
-from torch_cgx.config import Compression, Settings
+from torch_cgx.config import EXACT, Compression, Settings
 from torch_cgx.fsdp.hsdp import Claim
 from torch_cgx.fsdp.internals import gathered_numels, is_extended, is_trained, reduced_numels
 from torch_cgx.group.companion import cgx_group_of
 from torch_cgx.group.process_group import ProcessGroupCGX
-from torch_cgx.plan.layout import Layer
+from torch_cgx.plan.layout import Layer, layer_of
 
 __all__ = ["AllGather", "Groups", "ReduceScatter", "lay_out"]
 
 log = logging.getLogger("torch_cgx.fsdp")
-
-_EXACT = Compression(bits=32)
 
 
 class Groups:
@@ -49,13 +46,7 @@ class Groups:
 @lru_cache(maxsize=1024)
 def lay_out(numels: tuple[int, ...], compressions: tuple[Compression, ...], settings: Settings) -> tuple[Layer, ...]:
     """Consecutive layers of one rank's share. Those too small for a header are exact."""
-    layers = []
-    for numel, chosen in zip(numels, compressions, strict=True):
-        if chosen.bits == 32 or numel < settings.minimal_numel:
-            layers.append(Layer(numel, Identity()))
-        else:
-            layers.append(Layer(numel, MaxMin(chosen.bits, chosen.block, settings.skip_incomplete)))
-    return tuple(layers)
+    return tuple(layer_of(numel, chosen, settings) for numel, chosen in zip(numels, compressions, strict=True))
 
 
 class _Comm:
@@ -88,7 +79,7 @@ class AllGather(_Comm):
 
     def _layers(self, numel: int, settings: Settings) -> tuple[Layer, ...]:
         if scopes.is_uncompressed() or is_extended(self._params):
-            return lay_out((numel,), (_EXACT,), settings)
+            return lay_out((numel,), (EXACT,), settings)
         numels = gathered_numels(self._params)
         if numels is not None and sum(numels) == numel and numels:
             return lay_out(numels, self._compressions, settings)
@@ -117,7 +108,7 @@ class ReduceScatter(_Comm):
         if self.replicas is not None:
             self.replicas.expect(layers)
         if scopes.is_uncompressed():
-            layers = lay_out((numel,), (_EXACT,), ours.settings)
+            layers = lay_out((numel,), (EXACT,), ours.settings)
         work = ours.reduce_scatter_layers(output_tensor, input_tensor, layers, op=op, asynchronous=async_op)
         return _returned(work, async_op)
 

@@ -7,12 +7,12 @@ good time which layers will come.
 from __future__ import annotations
 
 import weakref
-from functools import reduce
 from itertools import accumulate
 from typing import ClassVar
 
 from torch_cgx.codecs import Identity
 from torch_cgx.config import Compression
+from torch_cgx.group.compression import Override
 from torch_cgx.group.process_group import ProcessGroupCGX
 from torch_cgx.plan.layout import Layer
 
@@ -27,7 +27,6 @@ class Replicas:
     def __init__(self, group: ProcessGroupCGX) -> None:
         self._group = weakref.ref(group)
         self._claims: list[Claim] = []
-        self._registered: dict[int, tuple[int, tuple[Layer, ...]]] = {}  # by total: bucket index and layers
 
     @classmethod
     def of(cls, group: ProcessGroupCGX) -> Replicas:
@@ -47,36 +46,25 @@ class Replicas:
         """`whole`: for all_reduces of a length that nobody has announced; of several claims the most bits hold."""
         claim = Claim(self, whole)
         self._claims.append(claim)
-        self._ask()
+        self.tell()
         return claim
 
     def drop(self, claim: Claim) -> None:
         if claim in self._claims:
             self._claims.remove(claim)
-            self._ask()
-            for numel in claim.known:
-                self.tell(numel)
+            self.tell()
 
-    def _ask(self) -> None:
-        asked = max((claim.whole for claim in self._claims), key=lambda whole: whole.bits, default=None)
-        self.group.compress_all_reduces(asked)
-
-    def tell(self, numel: int) -> None:
-        """The group knows layers by their total alone: of several, all cuts are kept."""
-        known = [claim.known[numel] for claim in self._claims if numel in claim.known]
-        layers = reduce(finest, known) if known else ()
-        bucket, registered = self._registered.get(numel, (0, ()))
-        if layers == registered:
+    def tell(self) -> None:
+        """Tell the group what is expected of it. It knows layers by their total alone: of several, all cuts hold."""
+        if not self._claims:
+            self.group.override_compression(None)
             return
-        table = self.group.layers
-        if registered:
-            table.drop(bucket)
-            del self._registered[numel]
-        if layers:
-            bucket = -1 - table.version  # below all others, which have the same total perhaps: the lowest counts
-            for number, layer in enumerate(layer for layer in layers if layer.numel):
-                table.register(bucket, number, layer.numel, layer.quantizer.bits, layer.quantizer.block)
-            self._registered[numel] = bucket, layers
+        whole = max((claim.whole for claim in self._claims), key=lambda whole: whole.bits)
+        layers: dict[int, tuple[Layer, ...]] = {}
+        for claim in self._claims:
+            for numel, known in claim.known.items():
+                layers[numel] = finest(layers[numel], known) if numel in layers else known
+        self.group.override_compression(Override(whole, layers))
 
 
 class Claim:
@@ -100,7 +88,7 @@ class Claim:
         numel = sum(layer.numel for layer in layers)
         known = self.known.get(numel)
         self.known[numel] = layers if known is None else finest(known, layers)
-        self._replicas.tell(numel)
+        self._replicas.tell()
 
     def release(self) -> None:
         """Nothing more is expected: what is not FSDP's counts for the group again."""
@@ -120,7 +108,7 @@ def finest(one: tuple[Layer, ...], other: tuple[Layer, ...]) -> tuple[Layer, ...
             next(layer for layer, last in zip(layers, lasts, strict=True) if last > start).quantizer
             for layers, lasts in zip((one, other), ends, strict=True)
         ]
-        exact = any(isinstance(each, Identity) for each in found)
+        exact = any(each.is_exact for each in found)
         merged.append(
             Layer(end - start, Identity() if exact else max(found, key=lambda each: (each.bits, -each.block)))
         )

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from torch_cgx import _native
+from torch_cgx.config import EXACT
 
 __all__ = [
     "NAMES",
@@ -124,7 +125,7 @@ def describe(call: _native.Call) -> str:
         parts.append(_name(_REDUCTIONS, call.reduction))
     if call.root >= 0:
         parts.append(f"root {call.root}")
-    if call.bits == 32:
+    if call.bits == EXACT.bits:
         parts.append("exact")
     elif call.bits > 0:
         parts.append(f"{call.bits} bits, bucket size {call.block}")

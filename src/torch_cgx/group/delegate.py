@@ -1,155 +1,136 @@
-"""The collectives that torch's own engines carry: signatures, and what each says on the board. No decisions.
+"""Call torch's own groups, Gloo and NCCL, and enter each call in the group's ledger. No decisions.
 
-Method names and argument orders are those of `torch.distributed.ProcessGroup`, which Python and, through trampolines,
-C++ (DDP, functional collectives) call. Every method that has a trampoline must be overridden: torch's own would call
-Gloo while it holds the GIL, which Gloo's threads wait for while they hold Gloo's lock, to free tensors.
+Gloo takes a call that ranks make differently for what each of them means by it, so every call is compared with those of
+the other ranks before Gloo gets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch._C._distributed_c10d as c10d
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
-from torch_cgx.group.calls import reduction_name
-from torch_cgx.group.futures import Completions
+from torch_cgx.engines.recorder import OpInfo, Trail
+from torch_cgx.group.calls import collective_call, reduction_name
+from torch_cgx.group.context import GroupContext
+from torch_cgx.group.ledger import Ledger
+from torch_cgx.group.ledger.starter import Nothing
+from torch_cgx.group.sides import Side, Sides
+from torch_cgx.group.work import DoneWork, PolledWork, TorchWork
 from torch_cgx.tensors import check_in_place, check_input, check_output, first_of, laid_out_like, strides_hash
 
-__all__ = ["CarriedCollectives", "unwaited"]
+__all__ = ["TorchCall", "TorchDelegate"]
 
 
-class CarriedCollectives(dist.ProcessGroup):
-    """Everything but what is made of allreduces, in terms of `_carry`."""
+@dataclass(frozen=True, slots=True)
+class TorchCall:
+    """A method of a torch group, and its arguments, the last of which are its options."""
 
-    _completions: Completions
+    side: Side
+    method: str
+    arguments: tuple[Any, ...]
 
-    def _backend(self, tensor: Tensor) -> Any:
-        raise NotImplementedError
+    @property
+    def is_asynchronous(self) -> bool:
+        return getattr(self.arguments[-1], "asyncOp", True)
 
-    def _check_usable(self) -> None:
-        raise NotImplementedError
+    def run(self) -> Any:
+        return getattr(self.side.carrier, self.method)(*self.arguments)
 
-    def _carry(
-        self,
-        operation: str,
-        run: Any,
-        dtype: torch.dtype | None,
-        shape: tuple[int, ...] | None,
-        result: list[Tensor],
-        *,
-        reduction: str | None = None,
-        root: int = -1,
-        layout: int = 0,
-    ) -> Any:
-        raise NotImplementedError
 
-    def _together(self, parts: list[Any], result: list[Tensor]) -> Any:
-        """One handle on the operations of a coalesced call."""
-        raise NotImplementedError
+class TorchDelegate:
+    """Carry out collectives with torch's own groups."""
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not isinstance(opts, c10d.BroadcastOptions):
-            root, opts = opts, c10d.BroadcastOptions()
-            opts.rootRank = root or 0
+    def __init__(self, context: GroupContext, sides: Sides, ledger: Ledger) -> None:
+        self._context = context
+        self._sides = sides
+        self._ledger = ledger
+        self._under_way: weakref.WeakSet[TorchWork] = weakref.WeakSet()
+
+    # ---- the collectives ----
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         first = first_of("broadcast", tensors)
-        run = partial(self._backend(first).broadcast, tensors, opts)
+        call = TorchCall(self._sides.of(first), "broadcast", (tensors, opts))
         _check("broadcast", tensors, in_place=True)
-        layout = strides_hash(first)
-        return self._carry("broadcast", run, first.dtype, _shape(first), tensors, root=opts.rootRank, layout=layout)
+        info = OpInfo("broadcast", first.dtype, _shape(first), root=opts.rootRank)
+        return self.carry(info, call, tensors, layout=strides_hash(first))
 
-    def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Any:
-        if isinstance(tensors, Tensor):
-            root, opts = opts, c10d.ReduceOptions()
-            opts.rootRank = root
-            if more:
-                opts.reduceOp = more[0]
-            tensors = [tensors]
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         first = first_of("reduce", tensors)
-        run = partial(self._backend(first).reduce, tensors, opts)
+        call = TorchCall(self._sides.of(first), "reduce", (tensors, opts))
         _check("reduce", tensors, in_place=True)
-        reduction = reduction_name(opts.reduceOp)
-        how = {"reduction": reduction, "root": opts.rootRank, "layout": strides_hash(first)}
-        return self._carry("reduce", run, first.dtype, _shape(first), list(tensors), **how)
+        info = OpInfo("reduce", first.dtype, _shape(first), reduction_name(opts.reduceOp), root=opts.rootRank)
+        return self.carry(info, call, tensors, layout=strides_hash(first))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        if isinstance(inputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        opts = opts if isinstance(opts, c10d.AllgatherOptions) else c10d.AllgatherOptions()
+    def all_gather(self, outputs: Any, inputs: list[Tensor], opts: Any) -> Any:
         first = first_of("all_gather", inputs)
-        run = partial(self._backend(first).allgather, outputs, inputs, opts)
-        into = [t for row in outputs for t in row]
+        call = TorchCall(self._sides.of(first), "allgather", (outputs, inputs, opts))
+        into = [tensor for row in outputs for tensor in row]
         _check("all_gather", inputs, into)
-        _check_rows("all_gather", outputs, inputs, self.size())
-        return self._carry("all_gather", run, first.dtype, _shape(first), into)
+        _check_rows("all_gather", outputs, inputs, self._context.world)
+        return self.carry(OpInfo("all_gather", first.dtype, _shape(first)), call, into)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.AllgatherOptions()
-        run = partial(self._backend(input)._allgather_base, output, input, opts)
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        call = TorchCall(self._sides.of(input), "_allgather_base", (output, input, opts))
         _check("all_gather_into_tensor", [input], [output])
-        if input.device.type == "cpu" and output.numel() != self.size() * input.numel():
+        world = self._context.world
+        if input.device.type == "cpu" and output.numel() != world * input.numel():
             raise ValueError(
-                f"all_gather_into_tensor: expected an output of {self.size()} times the {input.numel()} values of the "
+                f"all_gather_into_tensor: expected an output of {world} times the {input.numel()} values of the "
                 f"input, as many on every rank, got {output.numel()} values"
             )
-        return self._carry("all_gather_into_tensor", run, input.dtype, _shape(input), [output])
+        return self.carry(OpInfo("all_gather_into_tensor", input.dtype, _shape(input)), call, [output])
 
-    all_gather_single = _allgather_base
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = unwaited(c10d.AllgatherOptions, opts)
-        parts = [self._allgather_base(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
-        return self._together(parts, list(outputs))
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
-
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.AllgatherOptions()
+    def all_gather_coalesced(self, outputs: Any, inputs: list[Tensor], opts: Any) -> Any:
         first = first_of("all_gather_coalesced", inputs)
-        run = partial(self._backend(first).allgather_coalesced, outputs, inputs, opts)
-        into = [t for row in outputs for t in row]
+        call = TorchCall(self._sides.of(first), "allgather_coalesced", (outputs, inputs, opts))
+        into = [tensor for row in outputs for tensor in row]
         _check("all_gather_coalesced", inputs, into)
-        return self._carry("all_gather_coalesced", run, first.dtype, None, into)
+        return self.carry(OpInfo("all_gather_coalesced", first.dtype), call, into)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+    def gather(self, outputs: Any, inputs: list[Tensor], opts: Any) -> Any:
         first = first_of("gather", inputs)
-        opts = opts if isinstance(opts, c10d.GatherOptions) else c10d.GatherOptions()
-        run = partial(self._backend(first).gather, outputs, inputs, opts)
-        into = [t for row in outputs for t in row]
+        call = TorchCall(self._sides.of(first), "gather", (outputs, inputs, opts))
+        into = [tensor for row in outputs for tensor in row]
         if first.is_complex():
             raise TypeError(f"gather: expected real numbers, got {first.dtype}: gather torch.view_as_real of it")
         _check("gather", inputs, into)
-        return self._carry("gather", run, first.dtype, None, into, root=opts.rootRank)
+        return self.carry(OpInfo("gather", first.dtype, root=opts.rootRank), call, into)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+    def scatter(self, outputs: list[Tensor], inputs: Any, opts: Any) -> Any:
         first = first_of("scatter", outputs)
-        opts = opts if isinstance(opts, c10d.ScatterOptions) else c10d.ScatterOptions()
         _check("scatter", outputs, in_place=True)
-        # Copied where need be, not refused: the root alone has them, and the others would wait for it.
-        inputs = [[laid_out_like("scatter", t, first) for t in row] for row in inputs]
-        run = partial(self._backend(first).scatter, outputs, inputs, opts)
-        how = {"root": opts.rootRank, "layout": strides_hash(first)}
-        return self._carry("scatter", run, first.dtype, _shape(first), list(outputs), **how)
+        # Copied if necessary, not refused: only the root has them, and the others would wait for it.
+        inputs = [[laid_out_like("scatter", tensor, first) for tensor in row] for row in inputs]
+        call = TorchCall(self._sides.of(first), "scatter", (outputs, inputs, opts))
+        info = OpInfo("scatter", first.dtype, _shape(first), root=opts.rootRank)
+        return self.carry(info, call, outputs, layout=strides_hash(first))
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.AllToAllOptions()
+    def reduce_scatter(self, outputs: list[Tensor], inputs: Any, opts: Any) -> Any:
+        call = TorchCall(self._sides.of(outputs[0]), "reduce_scatter", (outputs, inputs, opts))
+        return self.carry(OpInfo("reduce_scatter", outputs[0].dtype), call, outputs)
+
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        call = TorchCall(self._sides.of(input), "_reduce_scatter_base", (output, input, opts))
+        return self.carry(OpInfo("reduce_scatter_tensor", input.dtype, _shape(input)), call, [output])
+
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         first = first_of("all_to_all", inputs)
-        run = partial(self._backend(first).alltoall, outputs, inputs, opts)
+        call = TorchCall(self._sides.of(first), "alltoall", (outputs, inputs, opts))
         _check("all_to_all", inputs, outputs)
-        return self._carry("all_to_all", run, first.dtype, None, list(outputs))
+        return self.carry(OpInfo("all_to_all", first.dtype), call, outputs)
 
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None
-    ) -> Any:
-        opts = opts if opts is not None else c10d.AllToAllOptions()
-        run = partial(self._backend(input).alltoall_base, output, input, output_split_sizes, input_split_sizes, opts)
+    def all_to_all_single(self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any) -> Any:
+        call = TorchCall(self._sides.of(input), "alltoall_base", (output, input, output_sizes, input_sizes, opts))
         _check("all_to_all_single", [input], [output])
-        for name, tensor, sizes in (("input", input, input_split_sizes), ("output", output, output_split_sizes)):
+        world = self._context.world
+        for name, tensor, sizes in (("input", input, input_sizes), ("output", output, output_sizes)):
             if not tensor.is_contiguous():
                 raise ValueError(
                     f"all_to_all_single: expected a contiguous {name}, got strides {tensor.stride()} of shape "
@@ -157,37 +138,110 @@ class CarriedCollectives(dist.ProcessGroup):
                 )
             if any(not hasattr(size, "__index__") for size in sizes or ()):
                 raise TypeError(f"all_to_all_single: expected whole numbers as {name} split sizes, got {sizes}")
-            if not sizes and tensor.numel() % self.size():
+            if not sizes and tensor.numel() % world:
                 raise ValueError(
-                    f"all_to_all_single: expected an {name} of {self.size()} equal parts, one a rank, "
+                    f"all_to_all_single: expected an {name} of {world} equal parts, one per rank, "
                     f"got {tensor.numel()} values"
                 )
-        return self._carry("all_to_all_single", run, input.dtype, None, [output])
+        return self.carry(OpInfo("all_to_all_single", input.dtype), call, [output])
 
-    all_to_all_single = alltoall_base  # type: ignore[assignment]
-
-    # Messages between two ranks are no collectives: only those two call, so nothing is noted.
+    # Messages between two ranks are no collectives: only those two call, so nothing is entered.
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._check_usable()
-        return self._backend(tensors[0]).send(tensors, peer, tag)
+        self._context.check_usable()
+        return self._sides.of(tensors[0]).carrier.send(tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._check_usable()
-        return self._backend(tensors[0]).recv(tensors, peer, tag)
+        self._context.check_usable()
+        return self._sides.of(tensors[0]).carrier.recv(tensors, peer, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        self._check_usable()
-        return self._backend(tensors[0]).recv_anysource(tensors, tag)
+        self._context.check_usable()
+        return self._sides.of(tensors[0]).carrier.recv_anysource(tensors, tag)
+
+    # ---- how a call is carried ----
+
+    def under_way(self) -> list[TorchWork]:
+        """Return the operations that have not been seen to end."""
+        return [work for work in self._under_way if not work.done]
+
+    def carry(self, info: OpInfo, call: TorchCall, result: list[Tensor], *, layout: int = 0) -> Any:
+        """Enter a call in the ledger and hand it to the group that carries it."""
+        if call.side.enqueues:
+            return self._enqueue(info, call, result, layout)
+        return self._start(info, call.run, call.is_asynchronous, result, layout)
+
+    def compare(self, info: OpInfo, result: list[Tensor], *, asynchronous: bool = True) -> PolledWork:
+        """Compare a call that has nothing to carry with those of the other ranks, which waits for them."""
+        return self._start(info, Nothing, asynchronous, result, 0)
+
+    def note(self, info: OpInfo, result: list[Tensor]) -> PolledWork:
+        """Enter a call that has nothing to carry, and wait for nobody."""
+        with self._entering(info):
+            with self._context.recorder.noting_failures():
+                entry = self._ledger.enter(_announced(info, 0), asynchronous=True)
+            trail = self._context.recorder.begin(info, "gloo", entry.number)
+            with self._recording(info, trail):
+                entry.has_ended()
+                trail.finish()
+        return DoneWork(result, self._context.completions)
+
+    def _start(
+        self, info: OpInfo, run: Callable[[], Any], asynchronous: bool, result: list[Tensor], layout: int
+    ) -> TorchWork:
+        context = self._context
+        with self._entering(info):
+            with context.recorder.noting_failures():
+                entry = self._ledger.enter(_announced(info, layout), asynchronous=asynchronous)
+            trail = context.recorder.begin(info, "gloo", entry.number)
+            with self._recording(info, trail):
+                inner = entry.start(run, asynchronous=asynchronous)
+        work = TorchWork(inner, entry, result, context.completions, trail)
+        self._under_way.add(work)
+        return work
+
+    def _enqueue(self, info: OpInfo, call: TorchCall, result: list[Tensor], layout: int) -> Any:
+        """Enqueue a call with NCCL."""
+        context = self._context
+        with self._entering(info):
+            with context.recorder.noting_failures():
+                number = self._ledger.note(_announced(info, layout))
+            trail = context.recorder.begin(info, call.side.carrier_name, number)
+            with self._recording(info, trail):
+                self._ledger.check(number)
+                inner = call.run()
+        trail.enqueued = True
+        trail.finish()
+        # Its wait with a time limit would abort the communicator, and it is complete on a stream. What is on the
+        # caller's own stream has no handle of NCCL's, and None would crash callers in C++.
+        return DoneWork(result, context.completions) if inner is None else inner
+
+    @contextmanager
+    def _entering(self, info: OpInfo) -> Iterator[None]:
+        """Hold the group's lock, if the call may be made."""
+        context = self._context
+        context.check_usable()
+        if info.root >= context.world:  # torch refuses it on some ranks only, which would enter nothing
+            raise ValueError(f"{info.operation}: expected a root from 0 to {context.world - 1}, got {info.root}")
+        with context.lock:
+            yield
+
+    @contextmanager
+    def _recording(self, info: OpInfo, trail: Trail) -> Iterator[None]:
+        try:
+            with record_function(f"cgx::{info.operation}"):
+                yield
+        except Exception as error:
+            trail.finish(error)
+            self._context.recorder.fail(error)
+            raise
 
 
-def unwaited(kind: Any, given: Any) -> Any:
-    """Options of a part of a coalesced call: those that were given, but that each part shall have a handle."""
-    options = kind()  # by torch's default the caller does not wait at once
-    for name in ("reduceOp", "timeout"):
-        if hasattr(given, name):
-            setattr(options, name, getattr(given, name))
-    return options
+def _announced(info: OpInfo, layout: int) -> Any:
+    """Return what the ledger gets: `layout` is a hash of whatever else must be identical on all ranks."""
+    return collective_call(
+        info.operation, info.dtype, info.shape, reduction=info.reduction, root=info.root, layout=layout
+    )
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -195,7 +249,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _check(operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = (), *, in_place: bool = False) -> None:
-    """What Gloo takes without a look; NCCL looks at its tensors itself."""
+    """Refuse what Gloo takes without a look; NCCL looks at its tensors itself."""
     for tensor in inputs:
         if tensor.device.type == "cpu":
             (check_in_place if in_place else check_input)(operation, tensor)
@@ -205,7 +259,7 @@ def _check(operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] =
 
 
 def _check_rows(operation: str, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], world: int) -> None:
-    """Refuse outputs that Gloo would refuse too, but only after the call has been noted."""
+    """Refuse outputs that Gloo would refuse too, but only after the call has been entered."""
     first = inputs[0]
     if first.device.type != "cpu":  # NCCL gathers shares of different sizes too
         return

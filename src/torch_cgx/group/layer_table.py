@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 
-from torch_cgx.codecs import Identity, MaxMin
 from torch_cgx.config import Compression, Settings, whole_number
-from torch_cgx.plan.layout import Layer
+from torch_cgx.plan.layout import Layer, layer_of
 
 __all__ = ["LayerTable"]
 
@@ -56,18 +55,13 @@ class LayerTable:
 
     def cut(self, numel: int, compression: Compression, settings: Settings) -> tuple[Layer, ...]:
         """A tensor of so many values as layers: the registered ones, or the whole as one."""
-        if compression.bits == 32:
-            return (Layer(numel, Identity()),)
-        rows = self.find(numel) or ((numel, 0, 0),)
-        layers = []
-        for layer_numel, bits, block in rows:
-            width = bits or compression.bits
-            if width == 32 or layer_numel < settings.minimal_numel:
-                layers.append(Layer(layer_numel, Identity()))
-            else:
-                quantizer = MaxMin(width, block or compression.block, settings.skip_incomplete)
-                layers.append(Layer(layer_numel, quantizer))
-        return tuple(layers)
+        rows = None if compression.is_exact else self.find(numel)
+        if rows is None:
+            return (layer_of(numel, compression, settings),)
+        return tuple(
+            layer_of(layer_numel, Compression(bits or compression.bits, block or compression.block), settings)
+            for layer_numel, bits, block in rows
+        )
 
     def find(self, numel: int) -> tuple[_Row, ...] | None:
         """The layers of the grad bucket with so many values; of several alike, those of the lowest index."""

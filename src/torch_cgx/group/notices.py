@@ -13,20 +13,18 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from torch_cgx import scopes
-from torch_cgx.config import BITS_VARIABLE, compression_from_environ, unknown_variables
-from torch_cgx.engines.recorder import process_recorder
+from torch_cgx.config import BITS_VARIABLE, EXACT, compression_from_environ, unknown_variables
+from torch_cgx.engines.recorder import OpInfo, process_recorder
+from torch_cgx.group.compression import COMPRESSIBLE
 
 __all__ = ["note_group", "warn_of_unknown_variables", "warn_of_unused_bits"]
 
-_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_SHOWN = 4  # kinds of calls
 _log = logging.getLogger("torch_cgx")
 
@@ -72,7 +70,7 @@ def warn_of_unused_bits(backend: str) -> None:
             backend,
         )
         return
-    kinds = Counter(_kind(*call) for call in process_recorder().calls() if call[0] != "barrier")
+    kinds = Counter(_kind(call) for call in process_recorder().calls() if call.operation != "barrier")
     if kinds:
         _log.warning(
             "%s: it called %s. That compresses an all_reduce (SUM or AVG) of at least %d values of float32, "
@@ -87,12 +85,12 @@ def _asked() -> str | None:
     """Return what asked for compression, as the beginning of a sentence; None if nothing did."""
     bits = scopes.asked().get("bits")
     if bits is not None:
-        return None if bits == 32 else f"torch_cgx.set_default(bits={bits}) was called"
+        return None if bits == EXACT.bits else f"torch_cgx.set_default(bits={bits}) was called"
     try:
-        bits = compression_from_environ().bits
+        asked = compression_from_environ()
     except ValueError:
         return None
-    return None if bits == 32 else f"{BITS_VARIABLE}={bits} is set"
+    return None if asked.is_exact else f"{BITS_VARIABLE}={asked.bits} is set"
 
 
 def _rank() -> int | None:
@@ -119,17 +117,17 @@ def _world() -> int:
     return _Groups.largest_world or (int(text) if re.fullmatch("[0-9]{1,9}", text) else 0)
 
 
-def _kind(operation: str, dtype: Any, shape: Sequence[int] | None, reduction: str | None) -> str:
+def _kind(info: OpInfo) -> str:
     """Return an operation's name and, of an all_reduce, what kept it exact."""
-    if operation != "all_reduce":
-        return operation
-    if dtype not in _COMPRESSIBLE:
-        return f"all_reduce of {str(dtype).removeprefix('torch.')}"
-    if reduction not in ("SUM", "AVG"):
-        return f"all_reduce with {reduction}"
-    if shape is None:
+    if info.operation != "all_reduce":
+        return info.operation
+    if info.dtype not in COMPRESSIBLE:
+        return f"all_reduce of {str(info.dtype).removeprefix('torch.')}"
+    if info.reduction not in ("SUM", "AVG"):
+        return f"all_reduce with {info.reduction}"
+    if info.shape is None:
         return "all_reduce of a sparse tensor"
-    if math.prod(shape) < _Groups.minimal_numel:
+    if math.prod(info.shape) < _Groups.minimal_numel:
         return f"all_reduce of fewer than {_Groups.minimal_numel} values"
     return "all_reduce that a CGXState, set_default or uncompressed keeps exact"
 

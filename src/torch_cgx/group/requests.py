@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from torch_cgx import _native
-from torch_cgx.config import Compression, Settings
+from torch_cgx.config import Compression
 from torch_cgx.engines.computing import Reduction
-from torch_cgx.engines.recorder import GroupRecorder, Trail
+from torch_cgx.engines.recorder import OpInfo, Trail
+from torch_cgx.group.bootstrap.topology import Chooser
 from torch_cgx.group.calls import collective_call
-from torch_cgx.group.futures import Completions
-from torch_cgx.group.layer_table import LayerTable
+from torch_cgx.group.context import GroupContext
 from torch_cgx.kernels import Rounding
 from torch_cgx.plan.algorithms import IN_SHARES, Topology
 from torch_cgx.plan.layout import Layer, Layout
@@ -31,13 +31,16 @@ __all__ = [
     "Counts",
     "Meaning",
     "Meanings",
-    "Place",
     "Request",
     "begin_trail",
     "call_of",
+    "cut",
+    "info_of",
     "is_compressed",
+    "is_stochastic",
     "make_reduction",
     "note_change",
+    "scale_of",
     "share_meanings",
     "stable_hash",
 ]
@@ -75,38 +78,31 @@ class Request:
     @property
     def only_moves(self) -> bool:
         """Return whether values are neither computed with nor compressed, so that they count as bytes."""
-        return self.algorithm in _MOVING and self.compression.bits == 32
+        return self.algorithm in _MOVING and self.compression.is_exact
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What is fixed for a group: who this rank is, its settings, its registered layers, who completes its futures."""
-
-    rank: int
-    world: int
-    settings: Settings
-    layers: LayerTable
-    completions: Completions
-    recorder: GroupRecorder = field(default_factory=GroupRecorder.unheard)
-
-    def cut(self, request: Request) -> tuple[Layer, ...]:
-        return request.layers or self.layers.cut(request.tensor.numel(), request.compression, self.settings)
-
-    def stochastic(self, request: Request) -> bool:
-        return self.settings.stochastic if request.stochastic is None else request.stochastic
-
-    def scale(self, request: Request) -> float:
-        return 1.0 / self.world if request.reduction == "AVG" else request.factor
+def cut(request: Request, context: GroupContext) -> tuple[Layer, ...]:
+    """Return the layers of a request's tensor, or of each share of it."""
+    return request.layers or context.layers.cut(request.tensor.numel(), request.compression, context.settings)
 
 
-def call_of(request: Request, place: Place) -> _native.Call:
-    """What the board says of it."""
+def is_stochastic(request: Request, context: GroupContext) -> bool:
+    return context.settings.stochastic if request.stochastic is None else request.stochastic
+
+
+def scale_of(request: Request, context: GroupContext) -> float:
+    """Return what a sum is multiplied by."""
+    return 1.0 / context.world if request.reduction == "AVG" else request.factor
+
+
+def call_of(request: Request, context: GroupContext) -> _native.Call:
+    """Return what the ledger gets of it."""
     if request.operation == "barrier":  # its values are nobody's business
         return collective_call("barrier")
     tensor, compression = request.tensor, request.compression
-    plain = request.layers is None and place.layers.find(tensor.numel()) is None  # told by bits and block
-    plain = plain or (request.algorithm is not None and compression.bits == 32)
-    told = (tensor.stride(), place.cut(request), *((request.factor,) if request.factor != 1.0 else ()))
+    plain = request.layers is None and context.layers.find(tensor.numel()) is None  # told by bits and block
+    plain = plain or (request.algorithm is not None and compression.is_exact)
+    told = (tensor.stride(), cut(request, context), *((request.factor,) if request.factor != 1.0 else ()))
     return collective_call(
         request.operation,
         tensor.dtype,
@@ -114,7 +110,7 @@ def call_of(request: Request, place: Place) -> _native.Call:
         reduction=request.reduction,
         root=-1 if request.root is None else request.root,
         bits=0 if request.root is not None else compression.bits,
-        block=0 if compression.bits == 32 else compression.block,
+        block=0 if compression.is_exact else compression.block,
         layout=0 if plain and tensor.is_contiguous() else stable_hash(told),
     )
 
@@ -124,6 +120,7 @@ class Meaning:
     """What a request means to an executor of programs, but for its tensor and its number."""
 
     layers: tuple[Layer, ...] | None  # the request's own: as long as they live here, no others have their id
+    topology: Topology
     layout: Layout
     widened: bool  # in a float32 copy: sums of several steps would be rounded to 16 bits, and might overflow, between
     agreed: int
@@ -133,36 +130,37 @@ class Meaning:
 
 
 class Meanings:
-    """Kept by what tells requests apart. Layers by identity: to hash hundreds of them takes longer than all else."""
+    """Cache of meanings. Layers are compared by identity, because hashing hundreds of them would dominate a call."""
 
-    def __init__(self, place: Place, topology: Topology) -> None:
-        self._place = place
-        self.topology = topology
+    def __init__(self, context: GroupContext, chooser: Chooser) -> None:
+        self._context = context
+        self._chooser = chooser
         self._kept: dict[object, Meaning] = {}
 
     def of(self, request: Request, slice_nbytes: int) -> Meaning:
         tensor = request.tensor
         key = (
             *(request.operation, tensor.shape, tensor.stride(), tensor.dtype, request.reduction),
-            *(request.compression, id(request.layers), self._place.layers.version, slice_nbytes, request.factor),
+            *(request.compression, id(request.layers), self._context.layers.version, slice_nbytes, request.factor),
         )
         return self._kept.get(key) or self._find(key, request, slice_nbytes)
 
     def call(self, request: Request, meaning: Meaning) -> _native.Call:
         """What the board says of it."""
         if meaning.call is None:
-            meaning.call = call_of(request, self._place)
+            meaning.call = call_of(request, self._context)
         return meaning.call
 
     def _find(self, key: object, request: Request, slice_nbytes: int) -> Meaning:
-        tensor, topology = request.tensor, self.topology
-        layers = self._place.cut(request)
+        tensor = request.tensor
+        layers = cut(request, self._context)
+        topology = self._chooser.topology_for(layers, tensor.element_size(), slice_nbytes)
         widened = tensor.element_size() == 2 and topology.sums_in_steps
         strides = None if tensor.is_contiguous() else tensor.stride()
         facts = (request.operation, tuple(tensor.shape), strides, str(tensor.dtype), request.reduction, request.factor)
         layout = layout_for(topology, layers, 4 if widened else tensor.element_size(), slice_nbytes)
         meaning = Meaning(
-            *(request.layers, layout, widened, stable_hash((*facts, _hash_of(layers)))),
+            *(request.layers, topology, layout, widened, stable_hash((*facts, _hash_of(layers)))),
             compressed=is_compressed(layers),
             payload_nbytes=sum(part.nbytes for part in layout.slices),
         )
@@ -172,9 +170,10 @@ class Meanings:
         return meaning
 
 
-def share_meanings(place: Place) -> dict[str, Meanings]:
-    """Of reduce-scatters and all-gathers, which go from rank to rank whatever nodes these are on."""
-    return {algorithm: Meanings(place, Topology.flat(algorithm, place.world)) for algorithm in IN_SHARES}
+def share_meanings(context: GroupContext) -> dict[str, Meanings]:
+    """Return caches for reduce-scatters and all-gathers, which go from rank to rank whatever nodes these are on."""
+    flat = {algorithm: Topology.flat(algorithm, context.world) for algorithm in IN_SHARES}
+    return {algorithm: Meanings(context, Chooser.fixed(topology)) for algorithm, topology in flat.items()}
 
 
 class Counts:
@@ -198,32 +197,46 @@ def note_change(request: Request) -> None:
         increment_version(changed)
 
 
-def make_reduction(request: Request, meaning: Meaning, place: Place, topology: Topology) -> Reduction:
+def make_reduction(request: Request, meaning: Meaning, context: GroupContext) -> Reduction:
     """For an executor of programs, but for its number."""
     tensor = request.tensor
     note_change(request)
     return Reduction(
         values=torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)),
         layout=meaning.layout,
-        topology=topology,
-        scale=place.scale(request),
-        rounding=Rounding(place.stochastic(request), place.settings.seed),
+        topology=meaning.topology,
+        scale=scale_of(request, context),
+        rounding=Rounding(is_stochastic(request, context), context.settings.seed),
         agreed=meaning.agreed,
         residual=request.residual,
         share=request.share,
     )
 
 
-def begin_trail(request: Request, place: Place, reduction: Reduction, number: int = 0) -> Trail:
-    """Write a request down in the flight recorder. `number` 0: the group has no board to count calls."""
-    tensor, topology = request.tensor, reduction.topology
+def info_of(request: Request, payload_nbytes: int | None = None) -> OpInfo:
+    """Return what the flight recorder writes down of a request."""
+    if request.operation == "barrier":  # its values are nobody's business
+        return OpInfo("barrier")
+    tensor = request.tensor
+    return OpInfo(
+        request.operation,
+        tensor.dtype,
+        tuple(tensor.shape) if request.shape is None else request.shape,
+        request.reduction,
+        request.compression.bits,
+        -1 if request.root is None else request.root,
+        None if payload_nbytes is None else tensor.numel() * tensor.element_size(),
+        payload_nbytes,
+    )
+
+
+def begin_trail(request: Request, context: GroupContext, reduction: Reduction, number: int) -> Trail:
+    """Write a request down in the flight recorder."""
+    topology, recorder = reduction.topology, context.recorder
     way = topology.algorithm if topology.is_flat else f"{topology.algorithm} of {max(topology.nodes) + 1} nodes"
-    nbytes = tensor.numel() * tensor.element_size()
     payload_nbytes = sum(chunk.nbytes for part in reduction.layout.slices for chunk in part.chunks)
-    called = (request.operation, tensor.dtype, tensor.shape, request.reduction)
-    what = (*called, request.compression.bits, -1, nbytes, payload_nbytes)
-    carrier = place.recorder.carrier if tensor.device.type == "cpu" else "cuda"
-    return place.recorder.begin(what, f"{carrier} {way}", number)
+    carrier = recorder.carrier if request.tensor.device.type == "cpu" else "cuda"
+    return recorder.begin(info_of(request, payload_nbytes), f"{carrier} {way}", number)
 
 
 @lru_cache(maxsize=256)
@@ -232,7 +245,7 @@ def _hash_of(layers: tuple[Layer, ...]) -> int:
 
 
 def is_compressed(layers: Sequence[Layer]) -> bool:
-    return any(layer.quantizer.bits != 32 for layer in layers)
+    return any(not layer.is_exact for layer in layers)
 
 
 def stable_hash(facts: Sequence[object]) -> int:

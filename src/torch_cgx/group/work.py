@@ -25,7 +25,7 @@ from torch_cgx.group.ledger.starter import SLICE_ENDED, Checked
 if TYPE_CHECKING:
     from torch_cgx.engines.host.native import SharedGroup
 
-__all__ = ["CarriedWork", "CompositeWork", "DoneWork", "EndOf", "PolledWork", "SharedWork"]
+__all__ = ["CompositeWork", "DoneWork", "EndOf", "PolledWork", "SharedWork", "TorchWork"]
 
 _CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
 
@@ -146,7 +146,7 @@ class SharedWork(PolledWork):
         return self._group.native_seconds(self._number)
 
 
-class CarriedWork(PolledWork):
+class TorchWork(PolledWork):
     """An operation that a torch group carries, and whose ledger entry is asked for trouble."""
 
     def __init__(

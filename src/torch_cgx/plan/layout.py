@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from torch_cgx.codecs import Identity, Quantizer
+from torch_cgx.codecs import Identity, Quantizer, quantizer_for
+from torch_cgx.config import Compression, Settings
 from torch_cgx.kernels import Piece
 
-__all__ = ["Chunk", "Layer", "Layout", "Piece", "Slice", "make_layout", "make_shares_layout"]
+__all__ = ["Chunk", "Layer", "Layout", "Piece", "Slice", "layer_of", "make_layout", "make_shares_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,17 @@ class Layer:
 
     numel: int
     quantizer: Quantizer
+
+    @property
+    def is_exact(self) -> bool:
+        return self.quantizer.is_exact
+
+
+def layer_of(numel: int, compression: Compression, settings: Settings) -> Layer:
+    """Return a layer of so many values. One that is too small for a header is exact."""
+    if numel < settings.minimal_numel:
+        return Layer(numel, Identity())
+    return Layer(numel, quantizer_for(compression, skip_incomplete=settings.skip_incomplete))
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,11 @@ class Chunk:
         numel = sum(piece.numel for piece in self.pieces)
         piece = Piece(self.pieces[0].offset, numel, raw.bits, raw.block, raw.raw_tail(numel), payload=0)
         return Chunk((piece,), raw.payload_nbytes(numel, self.itemsize), self.itemsize, self.share)
+
+    @property
+    def is_as_it_lies(self) -> bool:
+        """Return whether the payload, but for its padding, is the values as they lie in the tensor."""
+        return len(self.pieces) == 1 and self.pieces[0].bits == Identity().bits
 
     def coded(self, exact: bool) -> Chunk:
         """The pieces and the length of this chunk's payload in one of the two codings."""

@@ -1,8 +1,8 @@
 """Runs programs with clocks instead of values: how long an allreduce takes on machines that are not there.
 
 Nothing is computed and nothing is sent, but steps, their order and the lengths of payloads are those of the executors:
-slices overlap as `schedule` says, and with `rounds` a rank sends what it has only after all steps of a level, as
-`engines.cuda` does; else at once, as `engines.host` does. The model of time:
+level l of slice t runs in tick t + l * lag, and with `rounds` a rank sends what it has only after all steps of a level,
+as `engines.cuda` does; else at once, as `engines.host` does. The model of time:
 
 1. A rank has a processor. Encode, reduce, add, sum and decode occupy it for the bytes of values over the kernel's
    speed.
@@ -12,9 +12,9 @@ slices overlap as `schedule` says, and with `rounds` a rank sends what it has on
 3. A message begins to arrive its wire's latency after it has begun to leave, and has arrived when it has left, the
    latency after, and entered.
 4. A message costs the processor some time at each end: a fixed one, before its bytes leave and after they are there,
-   and one a byte, while they pass. Where a rank has a second core, that costs the other core. Where it has less than
-   one, values and bytes take longer; the fixed time, which is mostly waking up, does not.
-5. An operation begins with a fixed time on every rank.
+   and one a byte, while they pass. With more than one core, transport has a second processor. With less than one,
+   all that a processor does takes longer.
+5. An operation begins with a fixed time on every rank, in which it waits to be woken up.
 
 `simulate` runs every rank. Groups of a thousand ranks: `simulate_classes`.
 """
@@ -27,70 +27,26 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.costs import Costs, Speeds
 from torch_cgx.plan.layout import Slice
 from torch_cgx.plan.program import Add, Compute, Decode, Encode, Join, Receive, Reduce, Send, Step, Sum
 from torch_cgx.plan.programs import program_for, programs_for
 from torch_cgx.plan.schedule import levels_of
 
 __all__ = [
-    "Costs",
     "Length",
     "Operation",
     "Script",
     "Size",
-    "Speeds",
     "Timing",
-    "Wire",
     "is_exact",
     "kernel_s",
     "ordered",
     "play",
     "simulate",
     "size_of",
+    "together",
 ]
-
-_INF = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What carries messages between two ranks."""
-
-    bytes_per_s: float = _INF  # each way
-    latency_s: float = 0.0
-    message_s: float = 0.0  # of a processor, at each end
-    byte_s: float = 0.0  # the same, for each byte
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s: expected more than 0, got {self.bytes_per_s}")
-        if not min(self.latency_s, self.message_s, self.byte_s) >= 0:
-            raise ValueError(f"a wire's seconds: expected 0 or more, got {self}")
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Of kernels, in bytes of values a second, whatever the payload's bits are."""
-
-    encode: float = _INF
-    decode: float = _INF
-    add: float = _INF  # decode, and add to what is there
-    reduce: float = _INF  # with one input
-    more: float = _INF  # each further input of a reduce
-    copy: float = _INF  # raw values into a payload, or out of it
-    sum: float = _INF  # raw values added to others, each input
-    call_s: float = 0.0  # before the first value, for each call
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """All constants of the model."""
-
-    within: Wire = Wire()  # of each rank, to ranks of its node
-    between: Wire = Wire()  # of each node, to other nodes
-    speeds: Speeds = Speeds()
-    cores: float = 2.0  # of each rank, for kernels and transport: see the module's rule 4
-    start_s: float = 0.0  # of every operation, before its first step
 
 
 class Size(NamedTuple):
@@ -100,6 +56,14 @@ class Size(NamedTuple):
     nbytes: float  # of its payload
     exact_nbytes: float  # of its payload, where that is exact
     raw: bool  # it is exact in any case
+
+
+def together(sizes: Sequence[Size]) -> Size:
+    """Add up the sizes of several chunks."""
+    if len(sizes) == 1:
+        return sizes[0]
+    values, nbytes, exact_nbytes = (sum(each) for each in zip(*(size[:3] for size in sizes), strict=True))
+    return Size(values, nbytes, exact_nbytes, all(size.raw for size in sizes))
 
 
 def size_of(part: Slice, chunk: int) -> Size:
@@ -168,10 +132,12 @@ def simulate(
     nodes: Sequence[int] | None = None,
     *,
     rounds: bool = False,
+    lag: int = 1,
 ) -> Timing:
-    """One allreduce of these slices by all ranks, from the moment when all of them begin.
+    """Time one allreduce of these slices by all ranks, from the moment when all of them begin.
 
-    `nodes` says by rank where it is, for algorithms that do not care; None: as the topology has it.
+    `nodes` says by rank where it is, for algorithms that do not care; None: as the topology has it. With a `lag` of 0
+    slice follows slice.
     """
     nodes = topology.nodes if nodes is None else nodes
     messages: dict[tuple[int, int, int, str], int] = {}
@@ -183,11 +149,11 @@ def simulate(
     slots = [programs_for(topology, nonempty)[1] for nonempty in patterns]
     written = [{name: (slot.chunks, slot.exact) for name, slot in each.items()} for each in slots]
     for rank, script in enumerate(scripts):
-        for number, step in ordered(topology, patterns, rank, rounds):
+        for number, step in ordered(topology, patterns, rank, rounds, lag):
             known = written[number]
             if isinstance(step, Send):
                 chunks, exact = known[step.slot]
-                size = _together([sizes[number][chunk] for chunk in chunks])
+                size = together([sizes[number][chunk] for chunk in chunks])
                 message = messages.setdefault((number, rank, step.peer, step.slot), len(messages))
                 length = lengths.setdefault(Length(size.exact_nbytes if exact else size.nbytes), len(lengths))
                 script.operations.append((message, step.peer, length, nodes[step.peer] != script.node))
@@ -195,18 +161,10 @@ def simulate(
                 message = messages.setdefault((number, step.peer, rank, step.slot), len(messages))
                 script.operations.append((message,))
             elif not isinstance(step, Join):
-                size = _together([sizes[number][chunk] for chunk in step.chunks])
+                size = together([sizes[number][chunk] for chunk in step.chunks])
                 seconds = kernel_s(step, size, costs.speeds, is_exact(step, known))
                 script.operations.append(durations.setdefault(seconds, len(durations)))
     return play(scripts, list(durations), list(lengths), costs)
-
-
-def _together(sizes: Sequence[Size]) -> Size:
-    """Add up the sizes of several chunks."""
-    if len(sizes) == 1:
-        return sizes[0]
-    values, nbytes, exact_nbytes = (sum(each) for each in zip(*(size[:3] for size in sizes), strict=True))
-    return Size(values, nbytes, exact_nbytes, all(size.raw for size in sizes))
 
 
 def is_exact(step: Compute, known: Mapping[str, tuple[object, bool]]) -> bool:
@@ -216,25 +174,27 @@ def is_exact(step: Compute, known: Mapping[str, tuple[object, bool]]) -> bool:
 
 
 def ordered(
-    topology: Topology, patterns: Sequence[tuple[bool, ...]], rank: int, rounds: bool
+    topology: Topology, patterns: Sequence[tuple[bool, ...]], rank: int, rounds: bool, lag: int = 1
 ) -> Iterator[tuple[int, Step]]:
-    """The order in which the executors make a rank's steps of slices with these chunks: (slice, step)."""
-    by_level = []
-    for nonempty in patterns:
+    """Yield the steps of a rank with their slices, in the order in which the executors run them.
+
+    `patterns` has by slice which chunks are not empty.
+    """
+    by_level: dict[tuple[bool, ...], list[list[Step]]] = {}
+    depth = topology.depth + 1
+    for nonempty in set(patterns):
         program = program_for(topology, nonempty, rank)
-        steps: list[list[Step]] = [[] for _ in range(topology.depth + 1)]
+        steps = by_level[nonempty] = [[] for _ in range(depth)]
         for step, level in zip(program, levels_of(program), strict=True):
             steps[level].append(step)
         if rounds:
             for of_level in steps:
                 of_level.sort(key=lambda step: 0 if isinstance(step, Receive) else 2 if isinstance(step, Send) else 1)
-        by_level.append(steps)
-    depth = topology.depth + 1
-    for tick in range(len(by_level) + depth):
+    for tick in range(len(patterns) + depth * lag):
         for level in range(depth):
-            number = tick - level
-            if 0 <= number < len(by_level):
-                yield from ((number, step) for step in by_level[number][level])
+            number = tick - level * lag
+            if 0 <= number < len(patterns):
+                yield from ((number, step) for step in by_level[patterns[number]][level])
 
 
 def play(
@@ -284,8 +244,8 @@ class _Play:
                 _Passing(
                     nbytes / wire.bytes_per_s,
                     wire.latency_s * (messages if serial else 1.0),
-                    wire.message_s * (messages if serial else 1.0),
-                    wire.message_s * (0.0 if serial else messages - 1.0) + nbytes * wire.byte_s * slower,
+                    wire.message_s * (messages if serial else 1.0) * slower,
+                    (wire.message_s * (0.0 if serial else messages - 1.0) + nbytes * wire.byte_s) * slower,
                 )
                 for nbytes, messages in lengths
             ]

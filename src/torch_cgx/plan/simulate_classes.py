@@ -3,32 +3,48 @@
 Nodes of a cluster whose nodes are all alike do the same at the same time: number nodes from another one on, and the
 programs stay what they are. So a message from node 0 to node d leaves and arrives when one from node -d to node 0
 does, and it is enough to run the programs of node 0 and to hand each message that it sends to other nodes back to it
-under the name that it has there. That is exact where all chunks have the same length, which it takes for granted: the
-mean of the real ones. (Real chunks are cut at whole blocks: of a small slice on many ranks some would be empty.)
+under the name that it has there. In a grid, d and -d are counted by rows and columns. That is exact where all chunks
+have the same length, which it takes for granted: the mean of the real ones. (Real chunks are cut at whole blocks: of a
+small slice on many ranks some would be empty.)
 
 Beyond `most` nodes that is not the whole program any more: it is made for `most` nodes, and each other node stands for
 several. What concerns the chunks of other nodes, or goes to other nodes, counts that many times: values, bytes and
 messages, so that their sums over a program are those of the large group. In a ring, where message waits for message,
 latencies and messages' fixed times count that many times as well; in SRA, where they do not wait for each other, once
-(the other fixed times keep the processor busy while bytes pass). What is lost is the overlap between those that are
-lumped together. Tests compare both shortcuts with all ranks, and with more nodes.
+(the other fixed times keep the processor busy while bytes pass). In a grid of more than 7 rows or columns, each other
+row and each other column stands for several. What is lost is the overlap between those that are lumped together. Tests
+compare both shortcuts with all ranks, and with more nodes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.algorithms import ALGORITHMS, Topology, grid
+from torch_cgx.plan.algorithms.hierarchical import CROSS
 from torch_cgx.plan.algorithms.slots import moved
-from torch_cgx.plan.program import Join, Receive, Reduce, Send, Step
-from torch_cgx.plan.programs import programs_for
-from torch_cgx.plan.simulate import Costs, Length, Operation, Script, Size, Timing, is_exact, kernel_s, ordered, play
+from torch_cgx.plan.costs import Costs
+from torch_cgx.plan.program import Compute, Encode, Join, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.programs import program_for
+from torch_cgx.plan.simulate import (
+    Length,
+    Operation,
+    Script,
+    Size,
+    Timing,
+    is_exact,
+    kernel_s,
+    ordered,
+    play,
+    together,
+)
 
 __all__ = ["MOST_NODES", "Cluster", "simulate_cluster"]
 
 MOST_NODES = 8
+_MOST_LINES = 7  # rows or columns. Up to 7 rows of 7 are the most square grid of their number, as they must be
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +59,10 @@ class Cluster:
     compress_inside: bool = True
 
     def __post_init__(self) -> None:
-        if self.algorithm == "GRID":
-            raise ValueError("algorithm: expected SRA or RING, got GRID, whose nodes do not all do the same in turn")
         if self.nodes < 1 or self.ranks < 1:
             raise ValueError(f"expected at least one node and one rank on each, got {self.nodes} and {self.ranks}")
+        if self.algorithm == "GRID" and self.flat and self.ranks > 1:
+            raise ValueError("flat: expected one rank per node in a GRID, whose rows and columns are of nodes")
 
     @property
     def world(self) -> int:
@@ -60,6 +76,24 @@ class Cluster:
     def n_chunks(self) -> int:
         return self.world if self.is_flat else self.nodes * self.shares
 
+    @property
+    def is_grid(self) -> bool:
+        """Return whether there is more than one column. A prime number of nodes has no grid."""
+        return self.column < self.nodes
+
+    @property
+    def column(self) -> int:
+        """Return how many nodes a column of the grid has; without a grid, all of them."""
+        rows = grid.n_rows(self.nodes) if self.algorithm == "GRID" else 1
+        return rows if rows > 1 else self.nodes
+
+    @property
+    def depth(self) -> int:
+        """Return the greatest level of any step, see `schedule`."""
+        if self.is_flat:
+            return ALGORITHMS[self.algorithm].depth(self.world)
+        return CROSS[self.algorithm].depth(self.nodes) + 2
+
     def topology(self) -> Topology:
         """The whole one. Where it is flat, it does not tell who is on which node."""
         if self.is_flat:
@@ -69,27 +103,59 @@ class Cluster:
 
 
 def simulate_cluster(
-    cluster: Cluster, size: Size, slices: int, costs: Costs, *, most: int = MOST_NODES, rounds: bool = False
+    cluster: Cluster,
+    size: Size,
+    slices: int,
+    costs: Costs,
+    *,
+    most: int = MOST_NODES,
+    rounds: bool = False,
+    lag: int = 1,
 ) -> Timing:
-    """One allreduce of so many slices, whose chunks are all of one size."""
+    """Time one allreduce of so many slices, whose chunks are all of one size."""
     if cluster.world == 1:
         return Timing(0.0, 0.0, 0.0, (0.0,), 0.0)
-    small = Cluster(min(cluster.nodes, most), *_rest(cluster))
-    lumped = (cluster.n_chunks - _own(cluster)) / max(1, small.n_chunks - _own(small)) if small != cluster else 1.0
-    scripts, kinds, sends = _scripts(small, slices, rounds)
+    small, lumps = _lumped(cluster, most)
+    scripts, kinds, sends = _scripts(small, slices, rounds, lag)
+
+    def chunks(number: int) -> int:
+        """Of a payload: of one chunk, or of those of a column."""
+        return number if number == 1 else cluster.column
+
     durations = [
-        kernel_s(step, size, costs.speeds, exact, lumped if lumped_inputs else 1.0) * (lumped if foreign else 1.0)
-        for step, exact, foreign, lumped_inputs in kinds
+        kernel_s(
+            kind.step,
+            together([size] * chunks(len(kind.step.chunks))),
+            costs.speeds,
+            kind.exact,
+            lumps[1] if kind.lumped_inputs else 1.0,
+        )
+        * lumps[kind.lump]
+        for kind in kinds
     ]
-    lengths = [
-        Length((size.exact_nbytes if exact else size.nbytes) * (lumped if foreign else 1.0), lumped if foreign else 1.0)
-        for exact, foreign in sends
-    ]
+    lengths = []
+    for sending in sends:
+        nbytes = chunks(sending.chunks) * (size.exact_nbytes if sending.exact else size.nbytes)
+        lengths.append(Length(nbytes * lumps[sending.lump], lumps[sending.lump]))
     return play(scripts, durations, lengths, costs, serial=cluster.algorithm == "RING")
 
 
-def _rest(cluster: Cluster) -> tuple[int, str, bool, int, bool]:
-    return cluster.ranks, cluster.algorithm, cluster.flat, cluster.shares, cluster.compress_inside
+# How many a step or a message stands for: by what it concerns. The last two in a grid alone.
+_OWN, _FOREIGN, _ACROSS, _CHUNK_ACROSS = range(4)
+
+
+def _lumped(cluster: Cluster, most: int) -> tuple[Cluster, tuple[float, ...]]:
+    """Return the cluster whose programs are run, and how many each step or message stands for."""
+    if not cluster.is_grid:
+        small = replace(cluster, nodes=min(cluster.nodes, most))
+        others = max(1, small.n_chunks - _own(small))
+        return small, (1.0, (cluster.n_chunks - _own(cluster)) / others if small != cluster else 1.0)
+    rows, columns = cluster.column, cluster.nodes // cluster.column
+    few_rows, few_columns = min(rows, _MOST_LINES), min(columns, _MOST_LINES)
+    small = replace(cluster, nodes=few_rows * few_columns)
+    assert small.column == few_rows
+    down, across = (rows - 1) / (few_rows - 1), (columns - 1) / (few_columns - 1)
+    return small, (1.0, down, across, across * rows / few_rows)
 
 
 def _own(cluster: Cluster) -> int:
@@ -100,27 +166,28 @@ def _own(cluster: Cluster) -> int:
 class _Kind(NamedTuple):
     """A kind of steps that compute, all as long."""
 
-    step: Step  # one of them
+    step: Compute  # one of them
     exact: bool
-    foreign: bool  # counts as often as other nodes are lumped together
-    lumped_inputs: bool  # its inputs do
+    lump: int  # how many it stands for, see `_lumped`
+    lumped_inputs: bool  # its inputs stand for as many as other nodes, or rows, are lumped together
 
 
 class _Sending(NamedTuple):
     """A kind of messages, all as long."""
 
     exact: bool
-    foreign: bool
+    lump: int  # how many it stands for
+    chunks: int
 
 
 @lru_cache(maxsize=64)
-def _scripts(cluster: Cluster, slices: int, rounds: bool) -> tuple[list[Script], list[_Kind], list[_Sending]]:
+def _scripts(cluster: Cluster, slices: int, rounds: bool, lag: int) -> tuple[list[Script], list[_Kind], list[_Sending]]:
     """What the ranks of node 0 do, and what the tables of durations and lengths are made from."""
     topology = cluster.topology()
     nonempty = (True,) * topology.n_chunks
-    slots = {slot: (shared.chunks[0], shared.exact) for slot, shared in programs_for(topology, nonempty)[1].items()}
+    slots = _slots(cluster)
     messages = _messages(cluster)
-    kinds: dict[tuple[type[Step], int, bool, bool, bool], tuple[int, _Kind]] = {}
+    kinds: dict[tuple[type[Step], int, int, bool, int, bool], tuple[int, _Kind]] = {}
     sends: dict[_Sending, int] = {}
 
     def operation(rank: int, number: int, step: Step) -> Operation:
@@ -128,41 +195,87 @@ def _scripts(cluster: Cluster, slices: int, rounds: bool) -> tuple[list[Script],
         if isinstance(step, Receive):
             return (first + messages[step.peer, rank, step.slot],)
         if isinstance(step, Send):
-            chunk, exact = slots[step.slot]
+            chunks, exact = slots[step.slot]
             node, peer = divmod(step.peer, cluster.ranks)
-            sending = _Sending(exact, cluster.is_flat or node > 0 or _foreign(cluster, rank, chunk))
+            lump = _lump(cluster, rank, step.slot, chunks[0], cluster.is_flat or node > 0)
+            sending = _Sending(exact, lump, len(chunks))
             message = first + messages[_received(cluster, rank, step.peer, step.slot)]
             return message, peer, sends.setdefault(sending, len(sends)), node > 0
         assert not isinstance(step, Join)
         # A sum of my own chunk has an input from each other node; in a ring, one in all.
         inputs = step.inputs if isinstance(step, Reduce) else ()
         whole = cluster.algorithm != "RING" and any(slot.startswith("part:") for slot in inputs)
-        kind = _Kind(step, is_exact(step, slots), _foreign(cluster, rank, step.chunk), whole)
-        return kinds.setdefault((type(step), len(inputs), *kind[1:]), (len(kinds), kind))[0]
+        slot = "" if isinstance(step, Sum) else step.slot
+        kind = _Kind(step, is_exact(step, slots), _lump(cluster, rank, slot, step.chunk), whole)
+        return kinds.setdefault((type(step), len(inputs), len(step.chunks), *kind[1:]), (len(kinds), kind))[0]
 
     scripts = [
-        Script(rank, 0, [operation(rank, *each) for each in ordered(topology, [nonempty] * slices, rank, rounds)])
+        Script(
+            rank,
+            0,
+            [
+                operation(rank, number, step)
+                for number, step in ordered(topology, [nonempty] * slices, rank, rounds, lag)
+                if not isinstance(step, Join)
+            ],
+        )
         for rank in range(cluster.ranks)
     ]
     return scripts, [kind for _, kind in kinds.values()], list(sends)
 
 
-def _foreign(cluster: Cluster, rank: int, chunk: int) -> bool:
-    return chunk != rank if cluster.is_flat else chunk % cluster.nodes != 0
+def _lump(cluster: Cluster, rank: int, slot: str, chunk: int, leaves: bool = False) -> int:
+    """Return what a step on this chunk, or a message, is counted by. `leaves`: it goes to another node."""
+    node = chunk % cluster.nodes
+    if not cluster.is_grid:
+        foreign = leaves or (chunk != rank if cluster.is_flat else node != 0)
+        return _FOREIGN if foreign else _OWN
+    across = node >= cluster.column
+    if slot.startswith(("row:", "sums:")):
+        return _ACROSS if leaves or across or slot.startswith("row:") else _OWN
+    return _CHUNK_ACROSS if across else _FOREIGN if leaves or node else _OWN
+
+
+@lru_cache(maxsize=32)
+def _slots(cluster: Cluster) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Return the chunks of each slot that the ranks of node 0 touch, and whether it is exact."""
+    topology = cluster.topology()
+    chunks: dict[str, tuple[int, ...]] = {}
+    exact: dict[str, bool] = {}
+    for rank in range(cluster.ranks):
+        for step in program_for(topology, (True,) * topology.n_chunks, rank):
+            if isinstance(step, Receive):
+                exact[step.slot] = step.exact
+            elif isinstance(step, Join):
+                chunks[step.slot], exact[step.slot] = step.chunks, False
+            elif not isinstance(step, Send | Sum):
+                chunks[step.slot] = step.chunks
+                if isinstance(step, Encode | Reduce):
+                    exact[step.slot] = step.exact
+                if isinstance(step, Reduce):
+                    chunks |= dict.fromkeys(step.inputs, step.chunks)
+    return {slot: (found, exact[slot]) for slot, found in chunks.items()}
 
 
 def _received(cluster: Cluster, rank: int, peer: int, slot: str) -> tuple[int, int, str]:
     """What node 0 receives when each node sends what its rank sends: sender, receiver, slot."""
-    distance = peer // cluster.ranks
+    rows = cluster.column
+    columns = cluster.nodes // rows
+    right, down = divmod(peer // cluster.ranks, rows)
+
+    def node_there(node: int) -> int:
+        column, row = divmod(node, rows)
+        return (column - right) % columns * rows + (row - down) % rows
 
     def rank_there(number: int) -> int:
-        return (number - distance * cluster.ranks) % cluster.world
+        node, place = divmod(number, cluster.ranks)
+        return node_there(node) * cluster.ranks + place
 
     def chunk_there(chunk: int) -> int:
         if cluster.is_flat:
             return rank_there(chunk)
         share, node = divmod(chunk, cluster.nodes)
-        return share * cluster.nodes + (node - distance) % cluster.nodes
+        return share * cluster.nodes + node_there(node)
 
     return rank_there(rank), rank_there(peer), moved(slot, rank_there, chunk_there)
 

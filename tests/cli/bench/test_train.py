@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.harness import warm_python
 from torch_cgx.cli.hosts import Hosts
 
 pytestmark = pytest.mark.ranks
 
-CGX = [sys.executable, "-m", "torch_cgx.cli", "bench", "train"]
+CGX = ["-m", "torch_cgx.cli", "bench", "train"]
 LIMIT_S = 240.0
 QUICK = ("--model", "mlp", "--batch", "4", "--rounds", "2", "--steps", "1")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CGX, *QUICK, *arguments], capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run([warm_python(), *CGX, *QUICK, *arguments], capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @pytest.mark.matrix

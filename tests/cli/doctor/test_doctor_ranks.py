@@ -6,26 +6,26 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.harness import warm_python
 from torch_cgx.cli.doctor import trial
 from torch_cgx.kernels.native import available
 
 pytestmark = pytest.mark.ranks
 
-CGX = [sys.executable, "-m", "torch_cgx.cli"]
+CGX = ["-m", "torch_cgx.cli"]
 LIMIT_S = 300.0
 SHM = "/dev/shm"
 
 
 def doctor(*arguments: str, before: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("CGX_")}
-    command = [*before, *CGX, "doctor", *arguments]
+    command = [*before, warm_python(), *CGX, "doctor", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environ | variables)
 
 

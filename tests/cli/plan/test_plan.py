@@ -14,7 +14,7 @@ from torch_cgx.cli import main
 from torch_cgx.cli.plan.inputs import count, input_of_run, link_rate
 from torch_cgx.cli.plan.model import CONTESTANTS, EXACT, FP16, Bucket, Plan, Site, Way, Workload, ddp_buckets
 from torch_cgx.cli.plan.sites import GPUS, gpu_speeds, make_site, read_speeds
-from torch_cgx.plan.simulate import Speeds, Wire
+from torch_cgx.plan.costs import Speeds, Wire
 
 Capture = pytest.CaptureFixture[str]
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
@@ -150,7 +150,7 @@ def test_the_command_predicts_writes_and_draws(tmp_path: Path, capsys: Capture) 
     assert main(["plan", *arguments.split(), "--json", str(out), "--plot", str(plot)]) == 0
     shown = capsys.readouterr().out
     assert "recommended: 4 bits" in shown
-    assert "CGX_CROSS_COMMUNICATOR_TYPE=NCCL" in shown
+    assert "CGX_LINK_COSTS=1gbit" in shown
     report = json.loads(out.read_text())
     assert report["schema"] == "cgx-plan"
     assert [cell["contestant"] for cell in report["cells"]] == list(CONTESTANTS)
@@ -174,7 +174,7 @@ def test_a_run_brings_its_step_its_nodes_and_its_link(tmp_path: Path, capsys: Ca
     assert settings["ideal_step_s"] == pytest.approx(0.33)
     assert settings["buckets"] == [[1 << 18, 0.02], [5 << 20, 0.15], [1 << 20, 0.2]]
     assert settings["kernels"] == "cpu"
-    assert "GLOO" in capsys.readouterr().out
+    assert "CGX_LINK_COSTS=1gbit" in capsys.readouterr().out
 
 
 MODELS = """
@@ -208,7 +208,7 @@ def test_a_model_is_built_and_its_parameters_counted(
 def test_where_exact_is_as_fast_nothing_else_is_recommended(capsys: Capture) -> None:
     arguments = "--params 1M --step-ms 1000 --gpus 1 --nodes 2 --inter 100gbit"
     assert main(["plan", *arguments.split()]) == 0
-    assert "cgx does not help here" in capsys.readouterr().out
+    assert "recommended: exact, 1.00 s a step. Compression does not pay here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def sums_over_shared_memory(me: Rank, wrong: str) -> list[str]:
         sharing.make_block = refuse  # type: ignore[assignment]
     digests = sums(me, "standin")
     group = the_group()
-    assert group._cuda is not None and group._cuda.reducer is not None
-    assert type(group._cuda.reducer._exchange).__name__.removeprefix("Ordered") == WAYS[wrong]
+    assert group._parts.cuda is not None
+    assert type(group._parts.cuda.reducer._exchange).__name__.removeprefix("Ordered") == WAYS[wrong]
     assert bool(group.device.registered) == (wrong == "nothing" or (wrong == "registration" and me.rank != 1))
     return digests
 

@@ -76,8 +76,8 @@ def test_after_a_failure_a_group_can_be_left_and_another_one_works(way: str) -> 
 def sum_over_nccl(me: Rank) -> str:
     made = large_sum(me, "standin")
     group = the_group()
-    assert group._cuda is not None and group._cuda.reducer is not None
-    assert isinstance(group._cuda.reducer._exchange, NcclExchange)
+    assert group._parts.cuda is not None
+    assert isinstance(group._parts.cuda.reducer._exchange, NcclExchange)
     assert any(entry[0] == "exchange" for entry in group.device.log)
     return made
 

@@ -19,6 +19,7 @@ _KNOWN = sorted(set(config.VARIABLES.values()))
 _LONGEST = 60  # characters of a value; paths and names of nodes may have more
 _NOTHING_SAID = {
     "cross_communicator": "MPI under mpirun, else TCP",
+    "link_costs": "10gbit and 4.5 us per message",
     "node_id": "found out",
     "num_threads": "torch's, at most 4 and this rank's share of cores",
     "simd": "the best this processor has",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> int:
     """Predict step time, share of ideal scaling and cost of a training: exact, fp16, and cgx at 1 to 8 bits.
 
-    The very programs that cgx would run are run by clocks; exact means a ring, as NCCL and Gloo have it. What this
-    assumes, and how well it has predicted what was measured, stands in docs/plan.md.
+    The very programs that cgx would run are run by clocks, with the algorithm that cgx would choose between nodes.
+    Exact means a ring, as NCCL and Gloo have it. docs/plan-validation.md has what this assumes, and how well it has
+    predicted what was measured.
 
     step     predicted
     share    of ideal scaling: the step without communication / step
@@ -146,42 +148,43 @@ def _fill_in(options: argparse.Namespace, source: Input) -> None:
     options.kernels = options.kernels or ("cpu" if of_run else "rtx3090")
 
 
-def advise(made: Plan, table: list[Prediction], nodes: int) -> dict[str, Any]:
-    """The most precise of what is as fast as 4 bits are, or as near as 2 %; and the communicators for it."""
-    by_name = {prediction.contestant: prediction for prediction in table}
-    fast_s = min(by_name[name].step_s for name in ("exact", "fp16", "8 bits", "4 bits"))
+def fastest(cells: Sequence[Prediction]) -> Prediction:
+    """Return the most precise of exact, 8 to 4 bits and fp16 that is within 2 % of the fastest of them."""
+    by_name = {prediction.contestant: prediction for prediction in cells}
     order = ("exact", *(f"{bits} bits" for bits in range(8, 3, -1)), "fp16")
-    chosen = next((by_name[name] for name in order if by_name[name].step_s <= NEAR * fast_s), by_name["4 bits"])
+    fast_s = min(by_name[name].step_s for name in order)
+    return next(by_name[name] for name in order if by_name[name].step_s <= NEAR * fast_s)
+
+
+def advise(made: Plan, table: list[Prediction], nodes: int) -> dict[str, Any]:
+    """Recommend what is fast and most precise; and the communicators for it."""
+    by_name = {prediction.contestant: prediction for prediction in table}
+    chosen = fastest(table)
     if chosen.way is None:
-        return {"contestant": chosen.contestant, "way": None, "alternatives": [], "lower": None}
-    ways = _ways_of_communicators(made, nodes, chosen.way)
-    others = [(way, made.predict(chosen.contestant, nodes, way).step_s) for way in ways]
-    best, _ = min(others, key=lambda each: each[1])
+        best = min((each for each in table if each.way), key=lambda each: each.step_s)
+        ours = {"contestant": best.contestant, "step_s": best.step_s}
+        return {"contestant": chosen.contestant, "way": None, "alternatives": [], "lower": None, "compressed": ours}
+    others = [(way, made.predict(chosen.contestant, nodes, way)) for way in _ways(made, nodes, chosen.way)]
+    best_way = min(others, key=lambda each: each[1].step_s)[1].way
     fewer = min((by_name[f"{bits} bit{'s' * (bits > 1)}"] for bits in (3, 2, 1)), key=lambda each: each.step_s)
     return {
         "contestant": chosen.contestant,
-        "way": _way_dict(best),
-        "alternatives": [{**_way_dict(way), "step_s": step_s} for way, step_s in others],
+        "way": _way_dict(best_way),
+        "alternatives": [{**_way_dict(way), "step_s": found.step_s} for way, found in others],
         "lower": fewer.contestant if fewer.step_s * 1.05 < chosen.step_s else None,
+        "compressed": None,
     }
 
 
-def _ways_of_communicators(made: Plan, nodes: int, way: Way) -> list[Way]:
-    """The same with every pair of communicators that makes a difference, the way's own first."""
+def _ways(made: Plan, nodes: int, way: Way) -> list[Way]:
+    """The same with every communicator that makes a difference: within a node, where it is alone."""
     from dataclasses import replace
 
-    pairs = [(inner, cross) for inner in made.site.within for cross in made.site.between]
-    if made.site.device == "cpu" and nodes > 1:  # SHM is the loopback of what goes between nodes
-        pairs = [("SHM", cross) for cross in made.site.between]
-    if nodes == 1 or made.site.ranks == 1:
-        alone = 0 if nodes == 1 else 1
-        pairs = list({pair[alone]: pair for pair in reversed(pairs)}.values())[::-1]
-    if made.site.device == "gpu":  # who stages within a node stages between nodes as well
-        pairs = [pair for pair in pairs if pair != ("SHM", "NCCL") or nodes == 1]
-    return [replace(way, inner=inner, cross=cross) for inner, cross in pairs]
+    return [replace(way, inner=inner) for inner in made.site.within] if nodes == 1 else [way]
 
 
-def _way_dict(way: Way) -> dict[str, Any]:
+def _way_dict(way: Way | None) -> dict[str, Any]:
+    assert way is not None
     return {"algorithm": way.algorithm, "broadcast": way.broadcast, "inner": way.inner, "cross": way.cross}
 
 
@@ -239,6 +242,10 @@ def _report(
         },
         "cells": [cell(prediction) for prediction in table],
         "curves": [cell(prediction) for prediction in curves],
+        "fastest": {
+            str(nodes): fastest([each for each in curves if each.nodes == nodes]).contestant
+            for nodes in sorted({each.nodes for each in curves})
+        },
         "advice": advice,
     }
 
@@ -265,18 +272,20 @@ def format_plan(report: dict[str, Any]) -> str:
     header = ["sends", "step", "share", "exposed", "link", "hours", *(["cost"] if priced else [])]
     nodes = sorted({cell["nodes"] for cell in report["curves"]})
     share = {(cell["nodes"], cell["contestant"]): f"{cell['ideal_share']:.0%}" for cell in report["curves"]}
-    scaling = [[str(count), *(share[count, name] for name in _SHOWN)] for count in nodes]
+    by = {cell["nodes"]: cell["way"]["algorithm"] for cell in report["curves"] if cell["contestant"] == "4 bits"}
+    first = report["fastest"]
+    scaling = [[str(count), *(share[count, name] for name in _SHOWN), by[count], first[str(count)]] for count in nodes]
     return "\n".join(
         [
             report["title"],
-            f"training: {settings['steps']:,.0f} steps on these nodes; predicted, see docs/plan.md",
+            f"training: {settings['steps']:,.0f} steps on these nodes; predicted, see docs/plan-validation.md",
             "",
             format_table(header, rows),
             "",
             format_advice(report),
             "",
             "share of ideal scaling, by nodes:",
-            format_table(["nodes", *_SHOWN], scaling),
+            format_table(["nodes", *_SHOWN, "4 bits by", "fastest"], scaling),
         ]
     )
 
@@ -286,27 +295,27 @@ def format_advice(report: dict[str, Any]) -> str:
 
     advice = report["advice"]
     if advice["way"] is None:
-        return f"recommended: {advice['contestant']}: fewer bits would gain less than 2 %, so cgx does not help here"
+        ours = advice["compressed"]
+        own_s = next(cell["step_s"] for cell in report["cells"] if cell["contestant"] == advice["contestant"])
+        return (
+            f"recommended: {advice['contestant']}, {format_seconds(own_s)} a step. Compression does not pay here: the "
+            f"fastest with cgx, {ours['contestant']}, takes {format_seconds(ours['step_s'])}"
+        )
     way, settings = advice["way"], report["settings"]
     bits = advice["contestant"].split()[0]
     variables = [f"CGX_COMPRESSION_QUANTIZATION_BITS={bits}"]
-    if settings["gpus"] > 1:
+    if settings["gpus"] > 1 and len(advice["alternatives"]) > 1:
         variables.append(f"CGX_INNER_COMMUNICATOR_TYPE={way['inner']}")
     if settings["nodes"] > 1:
-        variables.append(f"CGX_CROSS_COMMUNICATOR_TYPE={way['cross']}")
-        variables.append(f"CGX_CROSS_REDUCTION_TYPE={way['algorithm']}")
-    else:
-        variables.append(f"CGX_INNER_REDUCTION_TYPE={way['algorithm']}")
+        variables.append(f"CGX_LINK_COSTS={format_rate(settings['inter_bit_per_s'])}")
     if settings["gpus"] > 1 and settings["nodes"] > 1:
         variables.append(f"CGX_INTRA_BROADCAST={int(way['broadcast'])}")
     lines = [f"recommended: {advice['contestant']}", *(f"    {variable}" for variable in variables)]
     if len(advice["alternatives"]) > 1:
-        told = ", ".join(
-            f"{each['inner']}/{each['cross']} {format_seconds(each['step_s'])}" for each in advice["alternatives"]
-        )
-        lines.append(f"communicators within/between nodes, step: {told}")
-    if way["algorithm"] == "RING":
-        lines.append("RING is faster here than SRA, but quantizes a sum once a node: look at the loss")
+        told = ", ".join(f"{each['inner']} {format_seconds(each['step_s'])}" for each in advice["alternatives"])
+        lines.append(f"communicators, step: {told}")
+    if way["algorithm"] == "GRID":
+        lines.append("cgx will sum in a GRID of nodes, which quantizes once more than SRA: look at the loss")
     if advice["lower"]:
         lines.append(
             f"{advice['lower']} would be faster still, but loses more of each gradient: try adaptive bits, "

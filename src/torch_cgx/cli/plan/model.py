@@ -8,19 +8,21 @@
 3. What its kernels and messages take of a processor that computes gradients as well, backward is late by.
 4. The optimizer starts when backward and the last all_reduce are done.
 
-docs/plan.md says where the constants come from.
+docs/plan-validation.md says where the constants come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 
 from torch_cgx.codecs import Identity, MaxMin
-from torch_cgx.plan.simulate import Costs, Size, Speeds, Timing, Wire
+from torch_cgx.plan.costs import Costs, Speeds, Wire, choose
+from torch_cgx.plan.simulate import Size, Timing
 from torch_cgx.plan.simulate_classes import MOST_NODES, Cluster, simulate_cluster
+from torch_cgx.plan.slicing import cuda_slice_nbytes, largest_slice_nbytes, link_lag
 
 __all__ = ["CONTESTANTS", "EXACT", "FP16", "Bucket", "Plan", "Prediction", "Site", "Way", "Workload", "ddp_buckets"]
 
@@ -30,14 +32,9 @@ CONTESTANTS = (EXACT, FP16, *(f"{bits} bit{'s' * (bits > 1)}" for bits in range(
 _DDP_NBYTES, _DDP_FIRST_NBYTES = 25 << 20, 1 << 20
 _ITEMSIZE = 4
 
-# Into how many slices an operation is cut, and the least a slice has: as cgx does it on CUDA (group/cuda/reducer.py),
-# and as Gloo and NCCL do it, who send a part while they add up the one before.
-_GPU_SLICES = (4, 16 << 20)
-# Between hosts on CPUs: about so many slices, of so many bytes at least. The costs of a message and of a slice that the
-# model goes by were measured with slices like these, when Python drove them; the native engine cuts smaller ones.
-_SLICES = 8
-_SMALL_SLICE_NBYTES, _LEAST_SLICE_NBYTES = 2 << 20, 4 << 20
-_RING_GAINS = 1.05  # times: what a RING has to gain, to be chosen
+_FUSION_NBYTES = 64 << 20  # CGX_FUSION_BUFFER_SIZE_MB
+# Into how many slices Gloo and NCCL cut an operation, who send a part while they add up the one before, and the least
+# that a slice has.
 _EXACT_SLICES = {"cpu": (2, 1 << 16), "gpu": (4, 1 << 20)}
 
 
@@ -94,7 +91,7 @@ def ddp_buckets(numels: Sequence[int]) -> list[int]:
 class Way:
     """How cgx is set up: what its variables say."""
 
-    algorithm: str = "SRA"  # CGX_CROSS_REDUCTION_TYPE; on one node CGX_INNER_REDUCTION_TYPE
+    algorithm: str = "AUTO"  # CGX_CROSS_REDUCTION_TYPE; on one node, SRA
     broadcast: bool = True  # CGX_INTRA_BROADCAST
     inner: str = "NCCL"  # CGX_INNER_COMMUNICATOR_TYPE
     cross: str = "NCCL"  # CGX_CROSS_COMMUNICATOR_TYPE
@@ -111,7 +108,7 @@ class Site:
     speeds: Speeds
     exact_within: Wire  # of the exact backend and of fp16's: NCCL or Gloo
     exact_between: Wire
-    cores: float = 2.0  # of each rank, beside those that compute gradients
+    cores: float = 2.0  # of each rank. The engine of CPU tensors has one thread, which computes and moves bytes
     block: int = 1024
     tree: bool = False  # the exact backend has trees as well as rings, as NCCL does, and takes the faster
     steals_kernels: bool = True  # kernels and gradients are computed by one processor
@@ -119,14 +116,6 @@ class Site:
     start_s: float = 0.0  # of an operation of cgx between nodes
     exact_start_s: float = 0.0  # and of the exact backend
     most_nodes: int = MOST_NODES  # see `simulate_classes`
-
-    def ways(self, nodes: int) -> Iterator[Way]:
-        """With the first communicators."""
-        first = Way(inner=next(iter(self.within)), cross=next(iter(self.between)))
-        for algorithm in ("SRA", "RING"):
-            yield replace(first, algorithm=algorithm)
-            if nodes > 1 and self.ranks > 1:
-                yield replace(first, algorithm=algorithm, broadcast=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +126,7 @@ class Prediction:
     ideal_s: float
     communication_s: float  # all_reduces, hidden or not
     link_nbytes: float  # that a node sends to others in a step
-    way: Way | None  # None: not of cgx
+    way: Way | None  # None: not of cgx. Its algorithm is that of the largest grad bucket
 
     @property
     def share(self) -> float:
@@ -157,56 +146,73 @@ class Plan:
     workload: Workload
 
     def predict(self, contestant: str, nodes: int, way: Way | None = None) -> Prediction:
-        """Without a way, the fastest with the first communicators."""
+        """Without a way, the faster one with the first communicators."""
         if contestant not in CONTESTANTS:
             raise ValueError(f"contestant: expected {', '.join(CONTESTANTS)}, got {contestant}")
         if contestant in (EXACT, FP16):
             return self._step(contestant, nodes, None)
-        return self._step(contestant, nodes, way or self.best_way(contestant, nodes))
+        ways = [way] if way else self._ways(nodes)
+        return min((self._step(contestant, nodes, each) for each in ways), key=lambda found: found.step_s)
 
-    def best_way(self, contestant: str, nodes: int) -> Way:
-        """The fastest by SRA; or by RING, which quantizes once a node and so loses more, where that gains a twentieth.
-
-        Looked for at 8, 4, 2 and 1 bits; other bits do as the nearest of these.
-        """
-        bits = int(contestant.split()[0])
-        name = "8 bits" if bits > 5 else "4 bits" if bits > 3 else "2 bits" if bits > 1 else "1 bit"
-        ways = list(self.site.ways(nodes))
-        if nodes * self.site.ranks == 1:
-            return ways[0]
-
-        def seconds(way: Way) -> float:
-            return self._step(name, nodes, way).step_s * (_RING_GAINS if way.algorithm == "RING" else 1.0)
-
-        return min(ways, key=seconds)
+    def _ways(self, nodes: int) -> list[Way]:
+        first = Way(inner=next(iter(self.site.within)), cross=next(iter(self.site.between)))
+        several = nodes > 1 and self.site.ranks > 1
+        return [first, replace(first, broadcast=False)] if several else [first]
 
     def duration(self, contestant: str, numel: int, nodes: int, way: Way | None = None) -> Timing:
-        """One all_reduce of so many values by itself; without a way, by the exact backend."""
+        """Time one all_reduce of so many values by itself; without a way, by the exact backend."""
         site = self.site
-        if way is None:
-            cluster = Cluster(nodes, site.ranks, "RING", flat=True)
-            costs = self._exact_costs(nodes)
-        else:
-            cluster = Cluster(nodes, site.ranks, way.algorithm, shares=1 if way.broadcast else site.ranks)
-            costs = self._costs(nodes, way)
         itemsize = 2 if contestant == FP16 else _ITEMSIZE
         quantizer = _quantizer(contestant, site.block)
         nbytes = numel * itemsize
-        if way is None or site.device == "gpu":
-            goal, least = _GPU_SLICES if way is not None else _EXACT_SLICES[site.device]
-            slices = max(1, min(goal, round(nbytes / least)))
-        elif nodes == 1:
-            slices = 1  # the executor of shared memory runs whole programs
-        else:
-            slices = ceil(nbytes / _slice_nbytes(nbytes))
-        rounds = site.device == "gpu" and way is not None
-        timing = _simulate(cluster, numel, slices, itemsize, quantizer, costs, site.most_nodes, rounds)
-        if way is None and site.tree and nodes > 1:
-            timing = min(timing, _tree(cluster, numel * itemsize, costs), key=lambda each: each.seconds)
+        if way is not None:
+            operation = _Operation(self.cluster(contestant, numel, nodes, way), numel, itemsize, quantizer)
+            return self._simulate_ours(operation, nodes, way)
+        cluster, costs = Cluster(nodes, site.ranks, "RING", flat=True), self._exact_costs(nodes)
+        goal, least = _EXACT_SLICES[site.device]
+        slices = max(1, min(goal, round(nbytes / least)))
+        timing = _simulate(_Operation(cluster, numel, itemsize, quantizer), slices, costs, site.most_nodes)
+        if site.tree and nodes > 1:
+            timing = min(timing, _tree(cluster, nbytes, costs), key=lambda each: each.seconds)
         if contestant != FP16 or cluster.world == 1:
             return timing
         cast_s = 2 * numel * _ITEMSIZE / site.speeds.copy  # to float16 before, and back after
         return replace(timing, seconds=timing.seconds + cast_s, kernel_s=timing.kernel_s + cast_s)
+
+    def cluster(self, contestant: str, numel: int, nodes: int, way: Way) -> Cluster:
+        """Return the nodes with the algorithm of an all_reduce: that of the way, or the one that cgx would choose."""
+        site = self.site
+        cluster = Cluster(nodes, site.ranks, "SRA", shares=1 if way.broadcast else site.ranks)
+        if way.algorithm != "AUTO":
+            return replace(cluster, algorithm=way.algorithm)
+        if nodes == 1:
+            return cluster
+        quantizer, shares = _quantizer(contestant, site.block), cluster.shares
+        payload = quantizer.payload_nbytes(numel, _ITEMSIZE)
+        slice_nbytes = self._slice_nbytes(cluster, numel * _ITEMSIZE, payload)
+        sizes = (numel * _ITEMSIZE / shares, payload / shares, quantizer.bits, slice_nbytes / shares)
+        return replace(cluster, algorithm=choose(nodes, *sizes, self._costs(nodes, way)))
+
+    def _slice_nbytes(self, cluster: Cluster, nbytes: int, payload_nbytes: int) -> int:
+        """Return the most bytes of values per slice, as cgx cuts them."""
+        if self.site.device == "gpu":
+            return cuda_slice_nbytes(nbytes, _FUSION_NBYTES)
+        largest = largest_slice_nbytes(
+            cluster.n_chunks,
+            cluster.world,
+            linked=cluster.nodes > 1,
+            values_nbytes=nbytes,
+            payload_nbytes=payload_nbytes,
+        )
+        return max(1, min(_FUSION_NBYTES, largest))
+
+    def _simulate_ours(self, operation: _Operation, nodes: int, way: Way) -> Timing:
+        nbytes = operation.numel * operation.itemsize
+        payload = operation.quantizer.payload_nbytes(operation.numel, operation.itemsize)
+        slices = ceil(nbytes / self._slice_nbytes(operation.cluster, nbytes, payload))
+        gpu = self.site.device == "gpu"
+        lag = 1 if gpu else link_lag(operation.cluster.depth) if nodes > 1 else 0
+        return _simulate(operation, slices, self._costs(nodes, way), self.site.most_nodes, rounds=gpu, lag=lag)
 
     def _exact_costs(self, nodes: int) -> Costs:
         """What is exact is sent from where it lies, and received there: nothing is copied."""
@@ -216,11 +222,10 @@ class Plan:
         return Costs(site.exact_within, site.exact_between, speeds, site.cores, start_s)
 
     def _costs(self, nodes: int, way: Way) -> Costs:
-        """Between nodes, CPU tensors have SHM within a node only in name: it is the loopback of what goes between."""
         site = self.site
-        loopback = site.device == "cpu" and nodes > 1 and way.inner == "SHM"
-        within = site.within[way.cross if loopback else way.inner]
-        return Costs(within, site.between[way.cross], site.speeds, site.cores, site.start_s if nodes > 1 else 0.0)
+        cores = site.cores if site.device == "gpu" else min(1.0, site.cores)
+        start_s = site.start_s if nodes > 1 else 0.0
+        return Costs(site.within[way.inner], site.between[way.cross], site.speeds, cores, start_s)
 
     def _step(self, contestant: str, nodes: int, way: Way | None) -> Prediction:
         work, site = self.workload, self.site
@@ -234,24 +239,31 @@ class Plan:
             communication += took.seconds
             link += took.link_nbytes
         step_s = work.forward_s + max(work.backward_s + late, done) + work.optimizer_s
+        if way is not None:
+            largest = max(bucket.numel for bucket in work.buckets)
+            way = replace(way, algorithm=self.cluster(contestant, largest, nodes, way).algorithm)
         return Prediction(contestant, nodes, step_s, work.ideal_s, communication, link, way)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """An all_reduce."""
+
+    cluster: Cluster
+    numel: int
+    itemsize: int
+    quantizer: Identity | MaxMin
 
 
 @lru_cache(maxsize=4096)
 def _simulate(
-    cluster: Cluster,
-    numel: int,
-    slices: int,
-    itemsize: int,
-    quantizer: Identity | MaxMin,
-    costs: Costs,
-    most: int,
-    rounds: bool,
+    operation: _Operation, slices: int, costs: Costs, most: int, *, rounds: bool = False, lag: int = 1
 ) -> Timing:
-    values = numel / slices / cluster.n_chunks
-    payload = quantizer.payload_nbytes(numel, itemsize) / slices / cluster.n_chunks
+    cluster, quantizer, itemsize = operation.cluster, operation.quantizer, operation.itemsize
+    values = operation.numel / slices / cluster.n_chunks
+    payload = quantizer.payload_nbytes(operation.numel, itemsize) / slices / cluster.n_chunks
     size = Size(values * itemsize, payload, values * itemsize, quantizer.bits == 32)
-    return simulate_cluster(cluster, size, slices, costs, most=most, rounds=rounds)
+    return simulate_cluster(cluster, size, slices, costs, most=most, rounds=rounds, lag=lag)
 
 
 def _tree(cluster: Cluster, nbytes: float, costs: Costs) -> Timing:
@@ -271,9 +283,3 @@ def _tree(cluster: Cluster, nbytes: float, costs: Costs) -> Timing:
 
 def _quantizer(contestant: str, block: int) -> Identity | MaxMin:
     return Identity() if contestant in (EXACT, FP16) else MaxMin(int(contestant.split()[0]), block)
-
-
-def _slice_nbytes(nbytes: int) -> int:
-    """Return the size of a slice: half of a small operation, so that two overlap, and a share of a large one."""
-    half, share = -(-nbytes // 2), -(-nbytes // _SLICES)
-    return max(_SMALL_SLICE_NBYTES, min(_LEAST_SLICE_NBYTES, half), share)

@@ -93,6 +93,7 @@ class SharedGroup:
         world = len(nodes)
         self.nodes = tuple(nodes)
         self.linked = len(set(nodes)) > 1
+        self.by_sockets = True  # False: MPI carries data between some ranks, as all of them know
         assert control_name is not None or self.nodes.count(nodes[rank]) == 1
         self._handle = lib.cgx_group_open(
             None if control_name is None else control_name.encode(),

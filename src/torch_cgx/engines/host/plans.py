@@ -24,44 +24,18 @@ from torch_cgx.plan.layout import Layer, Layout, Slice
 from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Reduce, Send, Sum
 from torch_cgx.plan.programs import EXACT, NodeSlots, layout_for, node_slots_for, program_for
 from torch_cgx.plan.schedule import levels_of
+from torch_cgx.plan.slicing import largest_slice_nbytes, link_lag
 
-__all__ = ["Plan", "Tables", "Template", "aligned", "make_plan", "rooms_for"]
+__all__ = ["Plan", "Tables", "Template", "aligned", "homes_in_tensor", "make_plan", "rooms_for"]
 
 _ALIGNMENT = 64  # bytes: no two slots share a cache line
 _MARK_NBYTES = 16  # by which a rank tells its node that a payload is there
 _BYTES = 4  # a dtype of csrc/include/cgx.h: values that are only moved
 Rooms = tuple[int, int, int]
 _NO_MEMORY = -5  # a status of csrc/include/cgx.h
+# Where a payload is, as csrc/include/cgx.h numbers it: in memory, in the values, or where decoded values go.
+_MEMORY, _VALUES, _RESULT = range(3)
 _KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5, Add: 6}
-
-# The most of a slice, in bytes of values and of payloads. Small enough that what is encoded is still in the cache
-# when its sum is decoded over it, and that payloads stay there too; large enough that two meetings of all ranks a
-# slice cost little. The payload's bound: 25 MB exact on two ranks took 3.6 ms at 1 MB and 4.5 at 4 (one run each).
-# The values' bound is a weak choice among about five that were tried, on a noisy machine: on two ranks 1 to 8 MB were
-# alike; on four ranks and two cores 25 MB at 4 bits took 9.4 to 10.7 ms at 0.5 MB and 10.6 to 14.3 at 2 in one
-# session, but 15 ms at 0.5 MB in another. Nothing shows that it matters to a busy main thread.
-PIPELINE_PAYLOAD_NBYTES = 1 << 20
-
-
-# Over links: values of a slice per rank, so that a message has 32 KB at 4 bits, and how many slices are under way.
-# Between two hosts at 1 Gbit/s, 25 MB at 4 bits take longer while the main thread is busy in Python: 1.21 and 1.31x
-# with a lag of 2 slices between the levels of SRA, 1.04 with 4, 1.20 with 8 (other work ran beside the last two).
-# Payloads on their way must outlast the time that the scheduler takes to let this thread in. At 10 Gbit/s 2 and 4 are
-# alike.
-LINK_CHUNK_NBYTES = 256 << 10
-LINK_SLICES = 8
-MOVED_CHUNK_NBYTES = 128 << 10  # at least so much from a rank to another, of what is only moved through memory
-MOST_LAG = 4
-
-
-def link_lag(depth: int) -> int:
-    """Return how many slices later the next level of a slice runs over links, for programs of this depth."""
-    return max(1, min(MOST_LAG, LINK_SLICES // max(depth, 1)))
-
-
-def pipeline_values_nbytes(world: int) -> int:
-    """Return the most bytes of values per slice: 4 MB on 2 ranks, 0.5 MB on 4, at least 0.25 MB and 2 KB per pair."""
-    return max((32 << 20) // world**3, 256 << 10, world**2 * (2 << 10))
 
 
 class Plan:
@@ -83,7 +57,8 @@ class Plan:
 class Template:
     """The rows that all slices with the same empty chunks have in common, for one rank."""
 
-    def __init__(self, program: Program, node: NodeSlots) -> None:
+    def __init__(self, program: Program, node: NodeSlots, *, in_place: bool = False) -> None:
+        """`in_place`: leave what is exact in the tensor where the program allows it."""
         chunks_of: dict[str, tuple[int, ...]] = {}
         for step in program:
             if isinstance(step, (Reduce, Sum)):
@@ -94,7 +69,9 @@ class Template:
         names = sorted(chunks_of)
         index = {name: number for number, name in enumerate(names)}
         self.n_places, self.n_flags = node.n_places, node.n_flags
-        self.slots = [(chunks_of[name], node.found[name]) for name in names]
+        homes = homes_in_tensor(program) if in_place else {}
+        self.in_place = in_place
+        self.slots = [(chunks_of[name], node.found[name], homes.get(name, _MEMORY)) for name in names]
         self.inputs: list[int] = []
         # Of each step: kind, slot, peer, chunks, whether it is exact, first input, inputs, partial, level.
         self.steps: list[tuple[int, int, int, tuple[int, ...], bool, int, int, int, int]] = []
@@ -137,12 +114,20 @@ class Tables:
         first_slot, first_input, number = len(self._slots), len(self._inputs), self._slices
         ends = list(accumulate(count * room for count, room in zip(template.n_places, rooms, strict=True)))
         starts = (0, *ends)
-        for chunks, slot in template.slots:
+        for chunks, slot, home in template.slots:
             offset = starts[slot.kind] + slot.place * rooms[slot.kind]
             offset += sum(part.chunks[chunk].nbytes for chunk in slot.behind)
-            nbytes = part.joined(chunks).coded(slot.kind == EXACT).nbytes
+            coded = part.joined(chunks).coded(slot.kind == EXACT)
+            nbytes = coded.nbytes
             assert offset + nbytes <= starts[slot.kind] + (slot.place + 1) * rooms[slot.kind], "no room for a payload"
-            self._slots.append((offset, nbytes, slot.writer, slot.flag, number))
+            if template.in_place and coded.is_as_it_lies:
+                # Without padding, on both sides of a message.
+                (piece,) = coded.pieces
+                nbytes = piece.numel * coded.itemsize
+                offset = piece.offset * coded.itemsize if home else offset
+            else:
+                home = _MEMORY
+            self._slots.append((offset, nbytes, slot.writer, slot.flag, number, home))
         self.part_nbytes = max(self.part_nbytes, ends[-1])
         self._n_flags = max(self._n_flags, template.n_flags)
         self._inputs.extend(first_slot + slot for slot in template.inputs)
@@ -202,6 +187,27 @@ class Tables:
         return int(handle)
 
 
+def homes_in_tensor(program: Program) -> dict[str, int]:
+    """Return the slots whose payload, if it is exact, can stay in the tensor, and in which one.
+
+    A rank sends from the values that it would encode, and receives into those that it would decode into. That is safe
+    where no payload arrives over values that are still to be read or sent: tests/plan/test_in_place.py proves it. What
+    is added up has to be elsewhere, and parts of a joined payload have to be adjacent.
+    """
+    elsewhere: set[str] = set()
+    homes: dict[str, int] = {}
+    for step in program:
+        if isinstance(step, (Reduce, Sum, Join)):
+            elsewhere.update(step.inputs)
+        if isinstance(step, (Encode, Reduce)):
+            homes[step.slot] = _VALUES
+        elif isinstance(step, Decode):  # of a payload from elsewhere, or of my own
+            homes.setdefault(step.slot, _RESULT)
+        elif isinstance(step, (Add, Join)):
+            elsewhere.add(step.slot)
+    return {slot: home for slot, home in homes.items() if slot not in elsewhere}
+
+
 def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -228,20 +234,26 @@ def make_plan(
     nodes: Sequence[int],
     slice_nbytes: int,
     limit_nbytes: int,
+    by_sockets: bool = True,
 ) -> Plan:
     """Return the plan with the largest slices, up to `slice_nbytes`, whose payloads fit into `limit_nbytes`.
 
-    `nodes`: by rank, a number of what shares memory with it. All ranks find the same slices.
+    `nodes`: by rank, a number of what shares memory with it. `by_sockets`: sockets carry what goes between nodes, and
+    let go of a tensor when an operation has failed. All ranks find the same slices.
     """
     homes = members_of(tuple(nodes))
     linked = len(homes) > 1
+    in_place = by_sockets and linked and len(homes) == topology.world and topology.is_flat and topology.most_chunks == 1
     values_nbytes = sum(layer.numel for layer in layers) * dtype.itemsize
     payload_nbytes = sum(layer.quantizer.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
-    within_payload = PIPELINE_PAYLOAD_NBYTES * values_nbytes // max(payload_nbytes, 1)
-    in_memory = min(pipeline_values_nbytes(topology.world), within_payload)
-    largest = LINK_CHUNK_NBYTES * topology.n_chunks if linked else in_memory
-    if dtype is torch.uint8:  # an exchange has places for all pairs of ranks, and many slices of them take long to make
-        largest = max(largest, topology.world * MOVED_CHUNK_NBYTES)
+    largest = largest_slice_nbytes(
+        topology.n_chunks,
+        topology.world,
+        linked=linked,
+        values_nbytes=values_nbytes,
+        payload_nbytes=payload_nbytes,
+        moved=dtype is torch.uint8,
+    )
     slice_nbytes = max(1, min(slice_nbytes, largest))
     tables = Tables(topology.world, link_lag(topology.depth) if linked else 0, topology.depth)
     # If ranks of a node share memory, the largest node with no chunk empty is an upper bound for all nodes.
@@ -268,7 +280,7 @@ def make_plan(
         nonempty = tuple(chunk.nbytes > 0 for chunk in part.chunks)
         if nonempty not in templates:
             node = node_slots_for(topology, nonempty, home, rank)
-            templates[nonempty] = Template(program_for(topology, nonempty, rank), node)
+            templates[nonempty] = Template(program_for(topology, nonempty, rank), node, in_place=in_place)
         template = templates[nonempty]
         tables.add(template, part, rooms_for(template, part, topology.most_chunks))
     return Plan(tables, sum(part.nbytes for part in layout.slices), dtype)

@@ -22,7 +22,15 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from torch_cgx import _native, launchers
-from torch_cgx.config import VARIABLES, Settings, compression_from_environ, shared_variables, shortened
+from torch_cgx.config import (
+    NOTHING_KNOWN,
+    VARIABLES,
+    LinkCosts,
+    Settings,
+    compression_from_environ,
+    shared_variables,
+    shortened,
+)
 from torch_cgx.engines.host.native import SharedGroup
 from torch_cgx.errors import CGXTimeoutError, MismatchError, SharedMemoryError, TransportError
 from torch_cgx.group.bootstrap.carriers import check_choice
@@ -56,6 +64,7 @@ _MEMBER = {
     "native": bool,
     "cuda_problem": str,
     "mpi": bool,
+    "link_costs": str,
 }
 _MOST_RANKS_NAMED = 8  # in an error
 _SEGMENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}")  # a file's name, not a path
@@ -73,6 +82,7 @@ class Membership:
     native: tuple[bool, ...]  # by rank: whether it has the native library, with shared memory
     cuda_problems: tuple[str, ...]  # by rank: what keeps it from CUDA tensors, or ""
     all_have_mpi: bool = False  # an MPI launcher started all ranks, and they have mpi4py
+    link_costs: LinkCosts = NOTHING_KNOWN  # rank 0's
 
     @property
     def one_host(self) -> bool:
@@ -159,6 +169,7 @@ def join(
         "native": _native.shares_memory(),
         "cuda_problem": cuda_problem,
         "mpi": not problem_here(),
+        "link_costs": settings.link_costs or "",
     }
     store.set(f"member/{rank}", json.dumps(mine))
     names = [f"rank {each}" for each in global_ranks]
@@ -177,6 +188,7 @@ def join(
         tuple(bool(m["native"]) for m in members),
         tuple(str(m["cuda_problem"]) for m in members),
         all(bool(m["mpi"]) for m in members),
+        LinkCosts.parse(members[0]["link_costs"]),
     )
     if rank == 0 and found.some_have_cuda and not found.all_have_cuda:
         without = found.without_cuda(global_ranks)

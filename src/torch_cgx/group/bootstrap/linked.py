@@ -60,6 +60,7 @@ def _link(joining: Joining, group: SharedGroup, nodes: Sequence[int]) -> str:
             if joining.rank == 0:
                 _log.warning("torch_cgx goes over TCP, though the ranks were started by MPI: %s", error)
             carriers = Carriers.of(settings, all_have_mpi=False)
+    group.by_sockets = mpi is None
     here = members.nodes[joining.rank]
     by_mpi = [
         peer

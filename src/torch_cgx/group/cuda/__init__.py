@@ -1,7 +1,7 @@
 """Carry out a group's operations on CUDA tensors.
 
 `engine` is what this machine has for them, `exchanges` who carries their payloads, `reducer` what is done to them.
-Which are compressed is decided in `group/allreduces.py`.
+Which are compressed is decided in `group/compression.py`.
 """
 
 from __future__ import annotations

@@ -2,87 +2,75 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
 import torch
 
-from torch_cgx import _native
 from torch_cgx.engines.computing import Reduction
 from torch_cgx.engines.cuda.exchange import Exchange
 from torch_cgx.engines.cuda.executor import CudaExecutor, Enqueued
-from torch_cgx.engines.host.native import SharedGroup
 from torch_cgx.engines.jobs import JobThread
 from torch_cgx.errors import CGXError
+from torch_cgx.group.bootstrap.topology import Chooser
+from torch_cgx.group.context import GroupContext
 from torch_cgx.group.cuda.engine import Engine
+from torch_cgx.group.ledger import Ledger
 from torch_cgx.group.requests import (
     Counts,
     Meaning,
     Meanings,
-    Place,
     Request,
     begin_trail,
     make_reduction,
     share_meanings,
 )
 from torch_cgx.group.stream_work import StagedWork, StreamWork
-from torch_cgx.plan.algorithms import Topology
+from torch_cgx.plan.slicing import cuda_slice_nbytes
 
 __all__ = ["CudaReducer"]
-
-# An operation is cut into about so many slices, which overlap: while one is exchanged, the next is encoded. Guesses, as
-# nothing has been measured on a GPU: a slice must be large beside what launching its kernels and exchanges costs.
-_SLICES = 4
-_LEAST_SLICE_NBYTES = 16 << 20
 
 
 class CudaReducer:
     """Implements `torch_cgx.group.reducers.Reducer`.
 
-    Enqueues from the calling thread, or, where the exchange makes the host wait, from a thread of its own. `lock` is
-    the group's: calls are enqueued in the order in which the board has them.
+    Enqueues from the calling thread, or, where the exchange makes the host wait, from a thread of its own. Calls are
+    enqueued in the order in which the ledger has them.
     """
 
     def __init__(
         self,
         engine: Engine,
         exchange: Exchange,
-        topology: Topology,
-        place: Place,
-        board: SharedGroup | None,
-        lock: threading.Lock,
-        timeout: timedelta,
-        number: Callable[[_native.Call], int] | None = None,
+        chooser: Chooser,
+        context: GroupContext,
+        ledger: Ledger,
     ) -> None:
         self._device = engine.device
-        self._executor = CudaExecutor(engine.device, engine.make_kernels, exchange, place.rank)
+        self._executor = CudaExecutor(engine.device, engine.make_kernels, exchange, context.rank)
         self._exchange = exchange
-        self._topology = topology
-        self._meanings = Meanings(place, topology)
-        self._share_meanings = share_meanings(place)
-        self._place = place
-        self._board = board
-        self._lock = lock
-        self._timeout = timeout
+        self._meanings = Meanings(context, chooser)
+        self._share_meanings = share_meanings(context)
+        self._context = context
+        self._ledger = ledger
+        self._timeout = context.timeout
         self._thread = JobThread("cgx-staging", self._hang_up) if exchange.waits else None
-        self._next_number = number
         self._failure: CGXError | None = None
         self._exiting = False
         self.reset_stats()
 
     def submit(self, request: Request) -> StreamWork:
-        place, where = self._place, request.tensor.device
+        context, where = self._context, request.tensor.device
         meanings = self._meanings if request.algorithm is None else self._share_meanings[request.algorithm]
         meaning = meanings.of(request, self._slice_nbytes(request))
-        reduction = make_reduction(request, meaning, place, meanings.topology)
-        with self._lock:
+        reduction = make_reduction(request, meaning, context)
+        with context.lock:
             if self._failure is not None:
                 raise self._failure
             enqueued = self._executor.take(reduction)
             number = self._number(request, meaning)
-            trail = begin_trail(request, place, reduction, number if self._board is not None else 0)
+            trail = begin_trail(request, context, reduction, number)
             trail.enqueued = True
             reduction = reduction.numbered(number)
             self._counts.add(request, meaning)
@@ -90,16 +78,16 @@ class CudaReducer:
             enqueue = partial(self._enqueue, reduction, enqueued, meaning.widened, timeout)
             if self._thread is not None:
                 job = self._thread.submit(partial(self._stage, where, enqueue), trail)
-                return StagedWork(job, self._device, where, enqueued, request.result, place.completions)
+                return StagedWork(job, self._device, where, enqueued, request.result, context.completions)
             trail.start()
             try:
                 enqueue()
             except CGXError as failure:
                 trail.finish(failure)
-                place.recorder.fail(failure)
+                context.recorder.fail(failure)
                 raise
             trail.finish()
-        return StreamWork(self._device, where, enqueued, request.result, place.completions)
+        return StreamWork(self._device, where, enqueued, request.result, context.completions)
 
     def _stage(self, where: torch.device, enqueue: Callable[[], None]) -> None:
         """On the thread, whose device would be the first one, whichever this rank's is."""
@@ -120,18 +108,14 @@ class CudaReducer:
 
     def _slice_nbytes(self, request: Request) -> int:
         nbytes = request.tensor.numel() * request.tensor.element_size()
-        fusion_nbytes = self._place.settings.fusion_nbytes
+        fusion_nbytes = self._context.settings.fusion_nbytes
         most = min(fusion_nbytes, self._exchange.most_nbytes or fusion_nbytes)
-        return max(1, min(most, max(_LEAST_SLICE_NBYTES, -(-nbytes // _SLICES))))
+        return cuda_slice_nbytes(nbytes, most)
 
     def _number(self, request: Request, meaning: Meaning) -> int:
-        """The operation's number in its group: the board's, which is the CPU path's too."""
-        call = self._meanings.call(request, meaning)
-        if self._board is None:
-            assert self._next_number is not None
-            return self._next_number(call)
-        number = self._board.note(call)
-        self._board.check(number)
+        """Enter the call in the ledger, which numbers it among all calls of the group."""
+        number = self._ledger.note(self._meanings.call(request, meaning))
+        self._ledger.check(number)
         return number
 
     def _failed(self, error: Exception) -> CGXError:
@@ -140,8 +124,7 @@ class CudaReducer:
         if not isinstance(failure, CGXError):
             failure = CGXError(f"a compressed operation failed while it was enqueued, and so has its group: {error}")
         self._failure = failure
-        if self._board is not None:
-            self._board.fail(failure)
+        self._ledger.abort(failure)
         return failure
 
     def stats(self) -> dict[str, float]:

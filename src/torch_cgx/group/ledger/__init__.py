@@ -59,6 +59,9 @@ class Ledger(Protocol):
     def note(self, call: _native.Call) -> int:
         """Note a call that another engine carries, and return its number. The caller holds the group's lock."""
 
+    def check(self, number: int) -> None:
+        """Raise if the group has failed, or if ranks are known to be out of step at this call."""
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later comparisons."""
 
@@ -102,6 +105,8 @@ class NoLedger:
 
     def note(self, call: _native.Call) -> int:
         return 0
+
+    def check(self, number: int) -> None: ...
 
     def set_timeout(self, timeout: timedelta) -> None: ...
 

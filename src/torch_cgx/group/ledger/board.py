@@ -53,6 +53,9 @@ class BoardLedger:
         NativeComparison(self._board, number).wait()
         return sequence
 
+    def check(self, number: int) -> None:
+        self._board.check(number)
+
     def _agree(self, call: _native.Call, timeout: timedelta, *, wake: bool) -> tuple[int, int]:
         return self._board.agree(call, max(1, int(timeout.total_seconds() * 1000)), wake=wake)
 

@@ -57,6 +57,9 @@ class StoreLedger:
             raise entry.explained(error) from None
         return entry.number
 
+    def check(self, number: int) -> None:
+        self._inquiry.check()
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
