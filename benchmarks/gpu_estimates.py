@@ -111,7 +111,7 @@ def launches(case: Case) -> list[tuple[Any, Sequence[Any], dict[str, Any], int]]
     pieces: tuple[Piece, ...] = ()
     nbytes = 0
     for bits in [case.bits] if case.bits else range(1, 9):
-        pieces += (Piece(len(pieces) * NUMEL, NUMEL, bits, case.block, 0, nbytes),)
+        pieces += (Piece.of(MaxMin(bits, case.block), len(pieces) * NUMEL, NUMEL, nbytes),)
         nbytes += MaxMin(bits, case.block).payload_nbytes(NUMEL, 4)
     values = torch.zeros(len(pieces) * NUMEL, dtype=getattr(torch, case.dtype))
     slots = torch.zeros(case.payloads + 1, nbytes, dtype=torch.uint8)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torch_cgx
+from torch_cgx.codecs import MaxMin
 from torch_cgx.kernels import Kernels, Piece, Rounding
 from torch_cgx.kernels.native import default_kernels
 from torch_cgx.kernels.reference import ReferenceKernels
@@ -60,7 +61,7 @@ def quantized(stochastic: bool) -> tuple[Tensor, Tensor]:
 
 def coded(kernels: Kernels) -> tuple[Tensor, Tensor]:
     """Encode and sum, with values that are sent raw too."""
-    pieces = (Piece(0, 1000, 3, 64, 8, 0),)
+    pieces = (Piece(0, 1000, 3, 64, 8, 0, MaxMin.kind),)
     values = torch.linspace(-1, 1, 1000, device="cpu").to(torch.bfloat16)
     payload = torch.zeros(1000, dtype=torch.uint8, device="cpu")
     residual = torch.zeros(1000, device="cpu")
@@ -73,7 +74,7 @@ def coded(kernels: Kernels) -> tuple[Tensor, Tensor]:
 def test_quantizing_is_the_same_whatever_the_default_device(name: str) -> None:
     def run() -> tuple[Tensor, Tensor]:
         if name == "tables":  # of the Triton kernels
-            return make_table((Piece(0, 1000, 3, 64, 8, 0),), 4, True).main.tensors(torch.device("cpu"))
+            return make_table((Piece(0, 1000, 3, 64, 8, 0, MaxMin.kind),), 4, True).main.tensors(torch.device("cpu"))
         if name.endswith("kernels"):
             return coded(ReferenceKernels() if name.startswith("reference") else default_kernels())
         return quantized(name == "stochastic")

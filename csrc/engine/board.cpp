@@ -94,7 +94,11 @@ std::string Board::describe(const cgx_call& call) const {
   }
   if (call.reduction >= 0) text << ", " << name_of(reductions_, call.reduction);
   if (call.root >= 0) text << ", root " << call.root;
-  if (call.bits > 0 && call.bits < 32) text << ", " << call.bits << " bits, bucket size " << call.block;
+  if (call.bits > 0 && call.bits < 32) {
+    text << ", " << call.bits << " bits, bucket size " << call.block;
+    if (call.kind == CGX_ROTATED) text << ", rotated";
+    if (call.kind > CGX_ROTATED) text << ", codec " << call.kind;
+  }
   if (call.bits == 32) text << ", exact";
   if (call.layout != 0) text << ", layers and strides #" << std::hex << (call.layout & 0xFFFFFFFF) << std::dec;
   text << ')';

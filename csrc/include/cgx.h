@@ -162,7 +162,7 @@ typedef struct cgx_call {
   int32_t bits;
   int32_t block;
   int32_t ndim; /* -1: shapes may differ between ranks and are not compared */
-  int32_t reserved;
+  int32_t kind; /* of the codec, where bits says that values are compressed */
   int64_t numel;
   int64_t layout; /* hash of what else must be alike */
   int64_t dims[6];

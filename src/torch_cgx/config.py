@@ -15,14 +15,17 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-MAX_BLOCK = 65536  # values: beyond it a block leaves the fastest cache, and saves nothing that matters
+from torch_cgx import codecs
+from torch_cgx.codecs import MAX_BLOCK, RAW, Codec
 
 BITS_VARIABLE = "CGX_COMPRESSION_QUANTIZATION_BITS"
 BLOCK_VARIABLE = "CGX_COMPRESSION_BUCKET_SIZE"
+QUANTIZER_VARIABLE = "CGX_COMPRESSION_QUANTIZER"
 
-_RAW_BITS_VARIABLE, _RAW_BLOCK_VARIABLE = os.fsencode(BITS_VARIABLE), os.fsencode(BLOCK_VARIABLE)
+# Read at every call, by the bytes that os.environ keeps them under.
+_AT_EVERY_CALL = tuple(os.fsencode(name) for name in (BITS_VARIABLE, BLOCK_VARIABLE, QUANTIZER_VARIABLE))
 
-_BITS = (*range(1, 9), 32)
+DEFAULT_QUANTIZER = "maxmin"  # what scripts mean by their bits that do not say otherwise
 _SMALLEST_COMPRESSED_NUMEL = 16  # below it the header costs more than the values
 _SIMD = ("scalar", "avx2", "avx512", "neon")
 _MOST_DIGITS = 20  # of 2^64 - 1
@@ -61,28 +64,53 @@ def shortened(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How an allreduce without a hook is compressed."""
+    """How values are compressed: a codec's name, its bits and its bucket size."""
 
-    bits: int = 32  # 1 to 8, or 32: exact. An allreduce that nobody asked to compress is exact
-    block: int = 512  # values that share a unit and a minimum: those 8 bytes cost 1/8 bit a value
+    bits: int = RAW.bits  # exact. An allreduce that nobody asked to compress is exact
+    block: int = 512  # values that share a header
+    quantizer: str = DEFAULT_QUANTIZER
 
     def __post_init__(self) -> None:
-        for name, shown, allowed in (
-            ("bits", "bits", "1 to 8 or 32"),
-            ("block", "bucket size", f"1 to {MAX_BLOCK} values"),
-        ):
-            object.__setattr__(self, name, whole_number(shown, getattr(self, name), allowed))
-        if self.bits not in _BITS:
-            raise ValueError(f"bits: expected 1 to 8 or 32, got {self.bits}")
+        object.__setattr__(self, "bits", whole_number("bits", self.bits, "1 to 8 or 32"))
+        object.__setattr__(self, "block", whole_number("bucket size", self.block, f"1 to {MAX_BLOCK} values"))
         if not 1 <= self.block <= MAX_BLOCK:
             raise ValueError(f"bucket size: expected 1 to {MAX_BLOCK} values, got {self.block}")
+        codecs.family(self.quantizer)
+        self.codec()  # raises where it does not take these bits or this bucket size
 
     @property
     def is_exact(self) -> bool:
-        return self.bits == 32
+        return self.bits == EXACT.bits
+
+    def codec(self, skip_incomplete: bool = False) -> Codec:
+        """Return the codec. `skip_incomplete`: an incomplete last block is sent raw."""
+        return codecs.make_codec(self.quantizer, self.bits, self.block, skip_incomplete)
 
 
-EXACT = Compression(bits=32)
+EXACT = Compression()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What somebody asked for of a compression. None: nothing was said of it."""
+
+    bits: int | None = None
+    block: int | None = None
+    quantizer: str | None = None
+
+    def over(self, other: Asked) -> Asked:
+        """Return this, with what is not said here as it is said there."""
+        return Asked(
+            other.bits if self.bits is None else self.bits,
+            other.block if self.block is None else self.block,
+            other.quantizer if self.quantizer is None else self.quantizer,
+        )
+
+    def compression(self) -> Compression:
+        """Return what this comes to. The bucket size that nobody asked for is the codec's own."""
+        quantizer = DEFAULT_QUANTIZER if self.quantizer is None else self.quantizer
+        block = codecs.family(quantizer).default_block if self.block is None else self.block
+        return Compression(EXACT.bits if self.bits is None else self.bits, block, quantizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +204,7 @@ class Settings:
 VARIABLES: dict[str, str] = {
     "bits": BITS_VARIABLE,
     "block": BLOCK_VARIABLE,
+    "quantizer": QUANTIZER_VARIABLE,
     "skip_incomplete": "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS",
     "minimal_numel": "CGX_COMPRESSION_MINIMAL_SIZE",
     "stochastic": "CGX_COMPRESSION_STOCHASTIC",
@@ -250,31 +279,46 @@ def _likeness(word: str, misspelled: Sequence[str]) -> float:
     return likeness if likeness >= _SPELLING else 0.0
 
 
-def compression_from_environ(environ: Mapping[str, str] | None = None) -> Compression:
-    """What the two variables that are read at every call say now."""
+def asked_from_environ(environ: Mapping[str, str] | None = None) -> Asked:
+    """Return what the three variables that are read at every call say now."""
     if environ is not None:
-        return _compression(environ.get(BITS_VARIABLE), environ.get(BLOCK_VARIABLE))
+        return _asked(*(environ.get(os.fsdecode(name)) for name in _AT_EVERY_CALL))
     # os.environ.get of an absent variable raises and catches, 2 us each; what it wraps answers in a tenth of that.
     raw = getattr(os.environ, "_data", None)
     if raw is None or os.name != "posix":
-        return compression_from_environ(os.environ)
-    return _raw_compression(raw.get(_RAW_BITS_VARIABLE), raw.get(_RAW_BLOCK_VARIABLE))
+        return asked_from_environ(os.environ)
+    return _raw_asked(*(raw.get(name) for name in _AT_EVERY_CALL))
+
+
+def compression_from_environ(environ: Mapping[str, str] | None = None) -> Compression:
+    """Return what these variables come to."""
+    return asked_from_environ(environ).compression()
 
 
 @lru_cache(maxsize=64)
-def _raw_compression(bits: bytes | None, block: bytes | None) -> Compression:
-    return _compression(*(None if raw is None else os.fsdecode(raw) for raw in (bits, block)))
+def _raw_asked(*raw: bytes | None) -> Asked:
+    return _asked(*(None if each is None else os.fsdecode(each) for each in raw))
 
 
 @lru_cache(maxsize=64)
-def _compression(bits: str | None, block: str | None) -> Compression:
-    given = {BITS_VARIABLE: bits or "", BLOCK_VARIABLE: block or ""}
+def _asked(bits: str | None, block: str | None, quantizer: str | None) -> Asked:
+    given = {BITS_VARIABLE: bits or "", BLOCK_VARIABLE: block or "", QUANTIZER_VARIABLE: quantizer or ""}
     read = _Reader(given)
-    default = Compression()
-    bits_number = read.integer(BITS_VARIABLE, default.bits, 1, 32, allowed="1 to 8, or 32 (exact)")
-    if bits_number not in _BITS:
-        raise _wrong(BITS_VARIABLE, given[BITS_VARIABLE], "1 to 8, or 32 (exact)")
-    return Compression(bits_number, read.integer(BLOCK_VARIABLE, default.block, 1, MAX_BLOCK))
+    widths = "1 to 8, or 32 (exact)"
+    number = None if read.text(BITS_VARIABLE) is None else read.integer(BITS_VARIABLE, 0, 1, EXACT.bits, widths)
+    if number is not None and number not in (*range(1, 9), EXACT.bits):
+        raise _wrong(BITS_VARIABLE, given[BITS_VARIABLE], widths)
+    asked = Asked(
+        number,
+        read.optional_integer(BLOCK_VARIABLE, 1, MAX_BLOCK),
+        read.optional_choice(QUANTIZER_VARIABLE, codecs.names()),
+    )
+    try:
+        asked.compression()
+    except ValueError as error:
+        named = " ".join(f"{name}={text}" for name, text in given.items() if text)
+        raise ValueError(f"{named}: {error}") from None
+    return asked
 
 
 class _Reader:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_cgx.codecs import MaxMin
-from torch_cgx.config import Settings, whole_number
+from torch_cgx import codecs
+from torch_cgx.codecs import Codec
+from torch_cgx.config import DEFAULT_QUANTIZER, Compression, Settings, whole_number
 from torch_cgx.kernels import Kernels, Piece, Rounding
 from torch_cgx.kernels.native import default_kernels, thread_count
 from torch_cgx.tensors import sharing_memory
@@ -19,18 +20,21 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def quantize(
     x: Tensor,
     bits: int = 4,
-    bucket_size: int = 512,
+    bucket_size: int | None = None,
+    quantizer: str = DEFAULT_QUANTIZER,
     *,
     stochastic: bool = False,
     seed: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The payload of a tensor, as docs/wire_format.md defines it: a uint8 tensor of `payload_nbytes` bytes.
+    """Return the payload of a tensor, as docs/wire_format.md defines it: a uint8 tensor of `payload_nbytes` bytes.
 
     Args:
         x: a dense CPU tensor of float32, float16 or bfloat16, of any shape.
         bits: 1 to 8 a value, or 32: unchanged.
-        bucket_size: how many values share a smallest value and a step, 1 to 65536.
+        bucket_size: how many values share a header. None: 512; 1024 for "rotated".
+        quantizer: "maxmin" takes 1 to 8 bits and 1 to 65536 values; "rotated" takes 1 to 4 bits and a power of two from
+            64 to 4096, and loses far less at these bits.
         stochastic: round up or down at random, without bias.
         seed: of that; the same seed gives the same payload, and None draws one from torch's generator.
         out: is filled and returned, if given.
@@ -42,14 +46,16 @@ def quantize(
         seed = int(torch.randint(2**62, (), device="cpu").item()) if stochastic else 0
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: expected 0 to 2^64 - 1, got {seed}")
-    bits, bucket_size = whole_number("bits", bits), whole_number("bucket_size", bucket_size)
-    nbytes = payload_nbytes(x.numel(), x.dtype, bits, bucket_size)
+    if bucket_size is None:
+        bucket_size = codecs.family(quantizer).default_block
+    codec = _codec(bits, bucket_size, quantizer)
+    nbytes = codec.payload_nbytes(x.numel(), x.dtype.itemsize)
     flat = x.detach().resolve_neg().contiguous().view(-1)
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     _check_payload("out", out, nbytes)
     _check_apart("out", out, flat)
-    _kernels().encode(_pieces(x.numel(), bits, bucket_size), flat, out, Rounding(stochastic, seed))
+    _kernels().encode(_pieces(x.numel(), codec), flat, out, Rounding(stochastic, seed))
     return out
 
 
@@ -59,11 +65,12 @@ def dequantize(
     dtype: torch.dtype,
     bits: int,
     bucket_size: int,
+    quantizer: str = DEFAULT_QUANTIZER,
     *,
     out: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """The values of a payload that `quantize` made with the same arguments, as a 1-D tensor.
+    """Return the values of a payload that `quantize` made with the same arguments, as a 1-D tensor.
 
     Args:
         payload: a uint8 tensor of `payload_nbytes` bytes.
@@ -71,11 +78,12 @@ def dequantize(
         dtype: their type.
         bits: as `quantize` was given.
         bucket_size: as `quantize` was given.
+        quantizer: as `quantize` was given.
         out: is filled and returned, if given; it may have any shape of `numel` values.
         add: add to `out` instead.
     """
-    nbytes = payload_nbytes(numel, dtype, bits, bucket_size)
-    numel, bits, bucket_size = (int(each.__index__()) for each in (numel, bits, bucket_size))
+    nbytes = payload_nbytes(numel, dtype, bits, bucket_size, quantizer)
+    numel, codec = int(numel.__index__()), _codec(bits, bucket_size, quantizer)
     _check_payload("payload", payload, nbytes)
     if out is None:
         if add:
@@ -88,20 +96,20 @@ def dequantize(
             f"got shape {tuple(out.shape)}, {out.dtype}, strides {out.stride()}{', negated' if out.is_neg() else ''}"
         )
     _check_apart("out", out, payload)
-    _kernels().decode(_pieces(numel, bits, bucket_size), payload, out.detach().view(-1), add=add)
+    _kernels().decode(_pieces(numel, codec), payload, out.detach().view(-1), add=add)
     return out
 
 
-def payload_nbytes(numel: int, dtype: torch.dtype, bits: int, bucket_size: int) -> int:
-    """How many bytes the payload of so many values has: headers, levels and padding."""
-    numel, bits, bucket_size = (
-        whole_number(name, value) for name, value in (("numel", numel), ("bits", bits), ("bucket_size", bucket_size))
-    )
+def payload_nbytes(
+    numel: int, dtype: torch.dtype, bits: int, bucket_size: int, quantizer: str = DEFAULT_QUANTIZER
+) -> int:
+    """Return how many bytes the payload of so many values has: headers, levels and padding."""
+    numel, codec = whole_number("numel", numel), _codec(bits, bucket_size, quantizer)
     if not 0 <= numel < 2**60:
         raise ValueError(f"numel: expected 0 or more, and below 2^60, got {numel}")
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
         raise ValueError(f"dtype: expected {_names()}, got {dtype}")
-    return MaxMin(bits, bucket_size).payload_nbytes(numel, dtype.itemsize)
+    return codec.payload_nbytes(numel, dtype.itemsize)
 
 
 def _kernels() -> Kernels:
@@ -109,8 +117,13 @@ def _kernels() -> Kernels:
     return default_kernels(settings.simd, thread_count(settings.num_threads))
 
 
-def _pieces(numel: int, bits: int, bucket_size: int) -> tuple[Piece, ...]:
-    return (Piece(0, numel, bits, bucket_size, 0, 0),) if numel else ()
+def _codec(bits: int, bucket_size: int, quantizer: str) -> Codec:
+    found = Compression(whole_number("bits", bits), whole_number("bucket_size", bucket_size), quantizer)
+    return found.codec()
+
+
+def _pieces(numel: int, codec: Codec) -> tuple[Piece, ...]:
+    return (Piece.of(codec, 0, numel),) if numel else ()
 
 
 def _check_apart(name: str, tensor: Tensor, other: Tensor) -> None:

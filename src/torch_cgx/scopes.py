@@ -7,11 +7,11 @@ caller's. What a hook asks for comes with its all_reduces; only `uncompressed` h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
-from torch_cgx.config import EXACT, Compression, compression_from_environ
+from torch_cgx.config import EXACT, Asked, Compression, asked_from_environ
 
 __all__ = [
     "asked",
@@ -25,24 +25,31 @@ __all__ = [
     "uncompressed",
 ]
 
+_NOTHING = Asked()
+
 _lock = threading.Lock()
-_bits: int | None = None
-_block: int | None = None
-_blocks: list[Compression] = []  # what `compressed` and `uncompressed` ask for; the innermost holds
+_default = _NOTHING  # what `set_default` was last given
+_blocks: list[Asked] = []  # what `compressed` and `uncompressed` ask for; the innermost holds
 
 
-def set_default(*, bits: int | None = None, bucket_size: int | None = None) -> None:
+def set_default(*, bits: int | None = None, bucket_size: int | None = None, quantizer: str | None = None) -> None:
     """Compress the all_reduces of this process from now on. All ranks must call it between the same two operations.
 
     Args:
         bits: 1 to 8, or 32: exact. None: as CGX_COMPRESSION_QUANTIZATION_BITS says.
-        bucket_size: how many values share a smallest value and a step. None: as CGX_COMPRESSION_BUCKET_SIZE says.
+        bucket_size: how many values share a header. None: as CGX_COMPRESSION_BUCKET_SIZE says.
+        quantizer: "maxmin", or "rotated" (1 to 4 bits). None: as CGX_COMPRESSION_QUANTIZER says.
     """
-    global _bits, _block
-    found = Compression(32 if bits is None else bits, 512 if bucket_size is None else bucket_size)  # raises if it must
+    global _default
+    asked = _checked(bits, bucket_size, quantizer)
     with _lock:
-        _bits = None if bits is None else found.bits
-        _block = None if bucket_size is None else found.block
+        _default = asked
+
+
+def _checked(bits: int | None, bucket_size: int | None, quantizer: str | None) -> Asked:
+    """Return what is asked for, as whole numbers. `ValueError` where it makes no sense whatever else is asked."""
+    found = Asked(bits, bucket_size, quantizer).compression()
+    return Asked(None if bits is None else found.bits, None if bucket_size is None else found.block, quantizer)
 
 
 @contextmanager
@@ -55,12 +62,12 @@ def uncompressed() -> Iterator[None]:
     issued when it is called, not when it is waited for. All ranks must enter and leave between the same two
     operations.
     """
-    with _block_of(Compression(bits=32)):
+    with _block_of(Asked(EXACT.bits)):
         yield
 
 
 @contextmanager
-def compressed(bits: int, bucket_size: int | None = None) -> Iterator[None]:
+def compressed(bits: int, bucket_size: int | None = None, quantizer: str | None = None) -> Iterator[None]:
     """Compress what this process issues meanwhile on groups with backend "cgx".
 
     That is all_reduces, reduce_scatters and all_gathers from all its threads, with a tensor or with lists of tensors
@@ -73,14 +80,16 @@ def compressed(bits: int, bucket_size: int | None = None) -> Iterator[None]:
 
     Args:
         bits: 1 to 8, or 32: exact.
-        bucket_size: how many values share a smallest value and a step. None: as without this block.
+        bucket_size: how many values share a header. None: as without this block.
+        quantizer: "maxmin", or "rotated" (1 to 4 bits). None: as without this block.
     """
-    with _block_of(Compression(bits, _usual_block() if bucket_size is None else bucket_size)):
+    found = Asked(bits, bucket_size, quantizer).over(_usual()).compression()
+    with _block_of(Asked(found.bits, found.block, found.quantizer)):
         yield
 
 
 @contextmanager
-def _block_of(asked: Compression) -> Iterator[None]:
+def _block_of(asked: Asked) -> Iterator[None]:
     with _lock:
         _blocks.append(asked)
     try:
@@ -90,52 +99,49 @@ def _block_of(asked: Compression) -> Iterator[None]:
             del _blocks[max(place for place, block in enumerate(_blocks) if block is asked)]
 
 
-def _usual_block() -> int:
+def _usual() -> Asked:
     """As in the innermost block that compresses, or as without any: an `uncompressed` one says nothing of it."""
-    within = [block for block in _blocks if not block.is_exact]
-    return (within[-1] if within else _combined(compression_from_environ(), _bits, _block)).block
+    within = [block for block in _blocks if block.bits != EXACT.bits]
+    return within[-1] if within else _default.over(asked_from_environ())
 
 
 def compression() -> Compression:
-    """What holds for an all_reduce that is called now, without a hook."""
+    """Return what holds for an all_reduce that is called now, without a hook."""
     block = _innermost()
-    if block is not None:
-        return block
-    return _combined(compression_from_environ(), _bits, _block)
+    return _resolved(_default.over(asked_from_environ())) if block is None else block
 
 
 def asked_compression() -> Compression:
-    """The same without regard to the variable for bits: what `set_default` asked for."""
-    return compression() if _bits is not None or _blocks else EXACT
+    """Return the same without regard to the variable for bits: what `set_default` asked for."""
+    return compression() if _default.bits is not None or _blocks else EXACT
 
 
 def share_compression() -> Compression:
-    """What holds for a reduce_scatter or an all_gather that is called now."""
+    """Return what holds for a reduce_scatter or an all_gather that is called now."""
     return _innermost() or EXACT
 
 
-def asked() -> Mapping[str, int]:
-    """What `set_default` was last given, by the names that `Compression` has."""
-    with _lock:
-        return {name: value for name, value in (("bits", _bits), ("block", _block)) if value is not None}
+def asked() -> Asked:
+    """Return what `set_default` was last given."""
+    return _default
 
 
 def in_block() -> bool:
-    """Whether a `compressed` or an `uncompressed` block lasts."""
+    """Return whether a `compressed` or an `uncompressed` block lasts."""
     return bool(_blocks)
 
 
 def is_uncompressed() -> bool:
-    """Whether an `uncompressed` block lasts, and no `compressed` one within it."""
+    """Return whether an `uncompressed` block lasts, and no `compressed` one within it."""
     block = _innermost()
     return block is not None and block.is_exact
 
 
 def _innermost() -> Compression | None:
     blocks = _blocks[-1:]  # at once, for another thread may leave its own
-    return blocks[0] if blocks else None
+    return _resolved(blocks[0]) if blocks else None
 
 
 @lru_cache(maxsize=64)
-def _combined(found: Compression, bits: int | None, block: int | None) -> Compression:
-    return Compression(found.bits if bits is None else bits, found.block if block is None else block)
+def _resolved(asked: Asked) -> Compression:
+    return asked.compression()

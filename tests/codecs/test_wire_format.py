@@ -34,7 +34,7 @@ def payload_on_page(number: int) -> bytes:
 def example(dtype: torch.dtype, skip_incomplete: bool) -> tuple[Tensor, Piece, int]:
     values = torch.tensor(VALUES, dtype=dtype)
     quantizer = MaxMin(bits=3, block=8, skip_incomplete=skip_incomplete)
-    piece = Piece(0, len(VALUES), quantizer.bits, quantizer.block, quantizer.raw_tail(len(VALUES)), payload=0)
+    piece = Piece.of(quantizer, 0, len(VALUES))
     return values, piece, quantizer.payload_nbytes(len(VALUES), values.element_size())
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.families import each_once
-from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.engines.memory import allreduce, run
 from torch_cgx.errors import ProgramError
 from torch_cgx.kernels import NEAREST, Kernels, Piece, Rounding
@@ -25,7 +25,7 @@ STOCHASTIC = Rounding(stochastic=True, seed=5, op=3)
 KERNELS = ReferenceKernels()
 
 quantizers = st.one_of(
-    st.builds(Identity),
+    st.just(RAW),
     st.builds(MaxMin, st.integers(1, 8), st.sampled_from([1, 3, 8, 20, 64]), st.booleans()),
 )
 layers_lists = st.lists(st.builds(Layer, st.integers(0, 300), quantizers), min_size=1, max_size=5)
@@ -55,7 +55,7 @@ def reduced(
 
 @pytest.mark.parametrize(("bits", "world", "dtype"), each_once((*range(1, 9), 32), (2, 3, 4, 5), DTYPES))
 def test_all_ranks_end_with_the_same_bits_near_the_sum(bits: int, world: int, dtype: torch.dtype) -> None:
-    quantizer: Quantizer = Identity() if bits == 32 else MaxMin(bits, 64)
+    quantizer: Codec = RAW if bits == 32 else MaxMin(bits, 64)
     for numel in (1, 7, 17, 333, 1003):
         values = random_values(numel, world, dtype, seed=numel)
         layout = make_layout([Layer(numel, quantizer)], world, dtype.itemsize, 1024)
@@ -123,9 +123,9 @@ def test_exact_layers_beside_compressed_ones_are_exact(world: int) -> None:
     generator = torch.Generator().manual_seed(world)
     layers = [
         Layer(50, MaxMin(2, 16)),
-        Layer(33, Identity()),
+        Layer(33, RAW),
         Layer(45, MaxMin(4, 64, skip_incomplete=True)),
-        Layer(1, Identity()),
+        Layer(1, RAW),
     ]
     values = [torch.randint(-9, 9, (129,), generator=generator).float() for _ in range(world)]
     out = reduced(values, make_layout(layers, world, 4, 200))

@@ -233,6 +233,12 @@ def no_memory(nbytes: int) -> torch.Tensor:
     return torch.empty(1 << 60, dtype=torch.uint8)
 
 
+def room_for_python() -> list[bytes]:
+    """Return small objects between which Python's allocators have room: an interpreter that has none to raise a
+    MemoryError in aborts."""
+    return [bytes(nbytes) for nbytes in (400, 4000) for _ in range(4000)][::100]
+
+
 def out_of_memory(scene: Scene) -> None:
     """No more memory than there is now; the tensor is there already. Over Gloo, the heaps of threads have room left
     whatever the limits, so there it is torch's allocator that is made to fail."""
@@ -242,6 +248,7 @@ def out_of_memory(scene: Scene) -> None:
     scene.me.meet("ready")
     if scene.is_faulty:
         gc.collect()
+        kept = room_for_python()
         facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         for limit, name in LIMITS.items():  # of mappings, and of what threads' heaps may still grow to
             resource.setrlimit(limit, (int(facts[name].split()[0]) << 10, resource.RLIM_INFINITY))
@@ -253,6 +260,7 @@ def out_of_memory(scene: Scene) -> None:
         if scene.is_faulty:
             for limit in LIMITS:
                 resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            del kept
     if not torch.allclose(x, torch.full_like(x, float(scene.me.world))):
         raise WrongResult(f"a sum of {scene.me.world} ones is {x.min()} to {x.max()}")
 

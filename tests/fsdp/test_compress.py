@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torch_cgx
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, MaxMin
 from torch_cgx.config import Compression, Settings
 from torch_cgx.group.compression import Override
 from torch_cgx.plan.layout import Layer
@@ -145,9 +145,9 @@ def test_one_rank_alone_trains_and_a_shared_parameter_answers_to_each_of_its_nam
 
 def test_a_share_is_laid_out_with_small_parameters_exact() -> None:
     layers = lay_out((4096, 15, 64, 0), (FOUR, EIGHT, EXACT, FOUR), SETTINGS)
-    assert layers == (Layer(4096, MaxMin(4, 256)), Layer(15, Identity()), Layer(64, Identity()), Layer(0, Identity()))
+    assert layers == (Layer(4096, MaxMin(4, 256)), Layer(15, RAW), Layer(64, RAW), Layer(0, RAW))
     skipping = Settings(skip_incomplete=True, minimal_numel=100)
-    assert lay_out((4096, 64), (FOUR, EIGHT), skipping) == (Layer(4096, MaxMin(4, 256, True)), Layer(64, Identity()))
+    assert lay_out((4096, 64), (FOUR, EIGHT), skipping) == (Layer(4096, MaxMin(4, 256, True)), Layer(64, RAW))
 
 
 class FakeGroup:
@@ -192,7 +192,7 @@ def reduced(params: list[Any], numel: int) -> list[tuple[int, int]]:
     (layers, more) = group.asked[0]
     assert more["op"] == "AVG"
     assert group.waited == 1
-    return [(layer.numel, layer.quantizer.bits) for layer in layers]
+    return [(layer.numel, layer.codec.bits) for layer in layers]
 
 
 def test_a_reduce_scatter_is_of_all_parameters_or_of_those_that_are_trained_or_of_nobody_knows_which() -> None:
@@ -212,7 +212,7 @@ def gathered(params: list[Any], numel: int) -> list[tuple[int, int]]:
     assert group.waited == 0
     (layers, more) = group.asked[0]
     assert more["stochastic"] is True
-    return [(layer.numel, layer.quantizer.bits) for layer in layers]
+    return [(layer.numel, layer.codec.bits) for layer in layers]
 
 
 def test_an_all_gather_is_of_the_shards_that_the_parameters_have_at_that_moment() -> None:
@@ -239,9 +239,9 @@ def test_what_tensors_of_the_users_own_gather_is_exact_and_so_is_all_while_uncom
 
 
 def test_layers_of_one_total_are_cut_where_either_is_and_keep_the_more_exact_quantizer() -> None:
-    one = (Layer(100, MaxMin(4, 64)), Layer(20, Identity()), Layer(0, Identity()), Layer(80, MaxMin(4, 64)))
+    one = (Layer(100, MaxMin(4, 64)), Layer(20, RAW), Layer(0, RAW), Layer(80, MaxMin(4, 64)))
     other = (Layer(120, MaxMin(8, 64)), Layer(80, MaxMin(4, 32)))
-    merged = (Layer(100, MaxMin(8, 64)), Layer(20, Identity()), Layer(80, MaxMin(4, 32)))
+    merged = (Layer(100, MaxMin(8, 64)), Layer(20, RAW), Layer(80, MaxMin(4, 32)))
     assert finest(one, other) == finest(other, one) == merged
     assert finest(merged, one) == merged
     assert finest(one, one) is one
@@ -255,7 +255,7 @@ class FakeReplicateGroup:
 
 def test_the_replicate_group_is_told_of_layers_once_and_of_several_of_a_total_all_cuts_hold() -> None:
     group: Any = FakeReplicateGroup()
-    exact_norm = (Layer(100, MaxMin(4, 64)), Layer(20, Identity()))
+    exact_norm = (Layer(100, MaxMin(4, 64)), Layer(20, RAW))
     replicas = Replicas.of(group).claim(FOUR)
     assert group.told == [Override(FOUR)]
     replicas.expect(exact_norm)
@@ -265,7 +265,7 @@ def test_the_replicate_group_is_told_of_layers_once_and_of_several_of_a_total_al
     assert [layer.numel for layer in group.told[-1].layers[120]] == [60, 40, 20]
     again = Replicas.of(group).claim(EIGHT)  # another model's
     again.expect((Layer(120, MaxMin(8, 64)),))
-    merged = (Layer(60, MaxMin(8, 64)), Layer(40, MaxMin(8, 64)), Layer(20, Identity()))
+    merged = (Layer(60, MaxMin(8, 64)), Layer(40, MaxMin(8, 64)), Layer(20, RAW))
     assert group.told[-1] == Override(EIGHT, {120: merged})
     replicas.release()
     assert group.told[-1] == Override(EIGHT, {120: (Layer(120, MaxMin(8, 64)),)})

@@ -23,6 +23,7 @@ from tests.fuzz.bytes_to_values import Source
 from torch_cgx import AdaptiveBits, CGXError, CGXState, scopes
 from torch_cgx.cli import bits as cli_bits
 from torch_cgx.cli.registry import CommandFailed
+from torch_cgx.codecs import MaxMin
 from torch_cgx.config import Compression, Settings, compression_from_environ
 from torch_cgx.ddp.adaptation import Adaptation
 from torch_cgx.group.bootstrap.handshake import join
@@ -94,7 +95,7 @@ def payload(data: bytes) -> bool:
     went = attempt(lambda: found.append(torch_cgx.dequantize(packed, numel, dtype, bits, block)))
     if went and not strange and numel:
         known = torch.zeros(numel, dtype=dtype)
-        ReferenceKernels().decode((Piece(0, numel, bits, block, 0, 0),), packed, known)
+        ReferenceKernels().decode((Piece.of(MaxMin(bits, block), 0, numel),), packed, known)
         if not torch.equal(found[0].nan_to_num(0.0, 1.0, -1.0), known.nan_to_num(0.0, 1.0, -1.0)):
             raise Broken(f"kernels differ: {found[0]} and {known}")
         again = torch_cgx.quantize(found[0], bits, block)
@@ -114,6 +115,7 @@ def pieces(data: bytes) -> bool:
             source.choice([1, 8, 64, 0, -4, 2**20]),
             source.choice([0, 0, 1, 5, 2**33, -1]),
             source.choice([0, 0, 8, 4, 1024, 2**40, -8]),
+            source.choice([0, 1, 2, 3, -1]),
         )
         for _ in range(1 + source.below(3))
     )

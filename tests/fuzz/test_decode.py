@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torch_cgx import dequantize, payload_nbytes, quantize
+from torch_cgx.codecs import MaxMin
 from torch_cgx.kernels import Piece
 from torch_cgx.kernels.native import simd_levels
 from torch_cgx.kernels.reference import ReferenceKernels
@@ -130,7 +131,7 @@ def check_decode(
     dequantize(fenced.tensor, numel, kind, bits, block, out=out.tensor, add=add)
     assert torch.equal(fenced.tensor, broken)
     if numel:
-        ReferenceKernels().decode((Piece(0, numel, bits, block, 0, 0),), broken, before, add=add)
+        ReferenceKernels().decode((Piece.of(MaxMin(bits, block), 0, numel),), broken, before, add=add)
     # What a NaN in a header decodes to is fixed only for the NaN that encoding writes.
     headers = broken[: 8 * -(-numel // block)].view(torch.int32).view(-1, 2)
     strange = (headers.view(torch.float32).isnan() & (headers != CANONICAL_NAN)).any(dim=1)

@@ -19,7 +19,7 @@ from torch import Tensor
 import torch_cgx
 from tests.support.gradients import BITS, digest, noise
 from tests.support.harness import Rank, names, needs_native, observe_ranks, raised, run_ranks
-from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.engines import memory
 from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.native import default_kernels
@@ -74,7 +74,7 @@ def group_of(nodes: str) -> Any:
 
 
 def expected_sum(
-    topology: Topology, numel: int, quantizer: Quantizer, dtype: torch.dtype, scale: float, rounding: Rounding
+    topology: Topology, numel: int, quantizer: Codec, dtype: torch.dtype, scale: float, rounding: Rounding
 ) -> Tensor:
     """Return what the in-memory engine makes of all ranks' noise. 16-bit values are summed in a float32 copy."""
     values = [noise(rank, numel, dtype).float() for rank in range(topology.world)]
@@ -95,7 +95,7 @@ def sums(me: Rank, nodes: str, topology: Topology) -> list[str]:
         x = noise(me.rank, numel, dtype)
         dist.all_reduce(x, dist.ReduceOp.AVG if number % 2 else dist.ReduceOp.SUM)
         if me.rank == number % me.world:
-            quantizer = Identity() if bits == 32 else MaxMin(bits, 512)
+            quantizer = RAW if bits == 32 else MaxMin(bits, 512)
             scale = 1 / me.world if number % 2 else 1.0
             rounding = Rounding(True, SEED, op=number + 1)
             expected = expected_sum(topology, numel, quantizer, dtype, scale, rounding)
@@ -128,7 +128,7 @@ def automatic_sums(me: Rank, nodes: str) -> tuple[list[str], list[str]]:
         os.environ[BITS] = str(bits)
         x = noise(me.rank, 40_001)
         dist.all_reduce(x)
-        quantizer = Identity() if bits == 32 else MaxMin(bits, 512)
+        quantizer = RAW if bits == 32 else MaxMin(bits, 512)
         rounding = Rounding(True, SEED, op=number + 1)
         expected = expected_sum(Topology(algorithm, numbers), 40_001, quantizer, torch.float32, 1.0, rounding)
         assert digest(x) == digest(expected), (bits, algorithm)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, MaxMin
 from torch_cgx.config import Compression, Settings
 from torch_cgx.group.bootstrap.topology import Chooser
 from torch_cgx.group.context import GroupContext
@@ -54,7 +54,7 @@ def request_of(layers: tuple[Layer, ...] | None, numel: int = 200) -> Request:
 
 
 def test_a_second_call_walks_no_layers(context: GroupContext) -> None:
-    layers = Watched([Layer(150, MaxMin(4, 64)), Layer(50, Identity())])
+    layers = Watched([Layer(150, MaxMin(4, 64)), Layer(50, RAW)])
     meanings, counts = Meanings(context, Chooser.fixed(Topology.flat("SRA", 2))), Counts()
     walks = []
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_a_second_call_walks_no_layers(context: GroupContext) -> None:
         walks.append(Watched.walks)
         assert call is meanings.call(request, meaning)
     assert walks[0] > 0 and walks == [walks[0]] * 3
-    payload = MaxMin(4, 64).payload_nbytes(150, 4) + Identity().payload_nbytes(50, 4)
+    payload = MaxMin(4, 64).payload_nbytes(150, 4) + RAW.payload_nbytes(50, 4)
     sums = {"operations": 3, "compressed_operations": 3, "bytes_before": 3 * 800}
     assert counts.figures["bytes_after"] >= 3 * payload
     assert {name: counts.figures[name] for name in sums} == sums
@@ -74,11 +74,11 @@ def test_a_second_call_walks_no_layers(context: GroupContext) -> None:
 
 def test_requests_that_differ_are_told_apart(context: GroupContext) -> None:
     meanings = Meanings(context, Chooser.fixed(Topology.flat("SRA", 2)))
-    layers = (Layer(150, MaxMin(4, 64)), Layer(50, Identity()))
+    layers = (Layer(150, MaxMin(4, 64)), Layer(50, RAW))
     first = meanings.of(request_of(layers), SLICE)
     alike = meanings.of(request_of((*layers[:1], *layers[1:])), SLICE)
     assert (alike.agreed, alike.layout) == (first.agreed, first.layout)
-    others = [request_of((Layer(100, MaxMin(4, 64)), Layer(100, Identity()))), request_of(None)]
+    others = [request_of((Layer(100, MaxMin(4, 64)), Layer(100, RAW))), request_of(None)]
     others.append(request_of(layers))
     others[-1].reduction = "SUM"
     found = {first.agreed, *(meanings.of(other, SLICE).agreed for other in others)}
@@ -92,6 +92,6 @@ def test_requests_that_differ_are_told_apart(context: GroupContext) -> None:
 
 def test_exact_ones_are_not_counted_as_compressed(context: GroupContext) -> None:
     meanings, counts = Meanings(context, Chooser.fixed(Topology.flat("SRA", 2))), Counts()
-    request = request_of((Layer(200, Identity()),))
+    request = request_of((Layer(200, RAW),))
     counts.add(request, meanings.of(request, SLICE))
     assert counts.figures == {"operations": 1, "compressed_operations": 0, "bytes_before": 800, "bytes_after": 800}

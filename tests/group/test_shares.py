@@ -32,7 +32,7 @@ from tests.support.in_shares import (
     sweep,
 )
 from torch_cgx.cli.hosts import Hosts
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, MaxMin
 from torch_cgx.config import Compression
 from torch_cgx.engines.recorder import process_recorder
 from torch_cgx.group.compression import Override
@@ -327,7 +327,7 @@ def own_layers(me: Rank) -> list[str]:
         found.append(digest(whole))
         assert found.count(found[-1]) == 1 and digest(gathered_shares(parts, LAYERS)) != found[-1]
     # Exact layers are exact, with any factor, and what cannot be compressed is, too.
-    exact = (Layer(NUMEL, Identity()),)
+    exact = (Layer(NUMEL, RAW),)
     for dtype in (torch.float32, torch.float64):
         share = torch.zeros(NUMEL, dtype=dtype)
         x = noise(me.rank, me.world * NUMEL, dtype)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from torch_cgx.codecs import MaxMin
 from torch_cgx.kernels import Piece, Rounding
 from torch_cgx.kernels.random import random16
 from torch_cgx.kernels.reference import ReferenceKernels
@@ -144,7 +145,7 @@ def test_the_mean_of_many_roundings_converges_as_the_root_of_their_number(averag
     """n roundings of one tensor: the error of their mean has the variance f (1 - f) / n that independent ones have."""
     block = 512
     x = torch.linspace(0, 1, block)
-    piece = Piece(0, block, 2, block, 0, 0)
+    piece = Piece.of(MaxMin(2, block), 0, block)
     unit = 1 / 3
     spread = x / unit - torch.floor(x / unit)
     for count in (16, 64, 256, 1024):
@@ -166,7 +167,7 @@ def test_roundings_have_no_bias_within_their_sixteen_bits(fraction: float) -> No
     numel = 1 << 20
     x = torch.full((numel,), fraction)
     x[0], x[1] = 0.0, 3.0  # the block's range: three steps of 1
-    piece = Piece(0, numel, 2, numel, 0, 0)
+    piece = Piece(0, numel, 2, numel, 0, 0, MaxMin.kind)
     payload, decoded = torch.empty(8 + numel // 4, dtype=torch.uint8), torch.empty(numel)
     ReferenceKernels().encode([piece], x, payload, BASE)
     ReferenceKernels().decode([piece], payload, decoded)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.kernels import NEAREST, Piece, Rounding, reference
 from torch_cgx.kernels.random import random16
 from torch_cgx.kernels.reference import ReferenceKernels
@@ -43,29 +43,28 @@ def tensors(draw: st.DrawFn, elements: st.SearchStrategy[float] = ordinary, max_
     return torch.tensor(values, dtype=dtype)
 
 
-def quantizer_of(bits: int, block: int, skip: bool = False) -> Quantizer:
-    return Identity() if bits == 32 else MaxMin(bits, block, skip)
+def quantizer_of(bits: int, block: int, skip: bool = False) -> Codec:
+    return RAW if bits == 32 else MaxMin(bits, block, skip)
 
 
-def pieces_of(numel: int, quantizer: Quantizer, offset: int = 0, payload: int = 0) -> list[Piece]:
-    tail = quantizer.raw_tail(numel)
-    return [Piece(offset, numel, quantizer.bits, quantizer.block, tail, payload)]
+def pieces_of(numel: int, quantizer: Codec, offset: int = 0, payload: int = 0) -> list[Piece]:
+    return [Piece.of(quantizer, offset, numel, payload)]
 
 
-def encode(x: Tensor, quantizer: Quantizer, rounding: Rounding = NEAREST) -> Tensor:
+def encode(x: Tensor, quantizer: Codec, rounding: Rounding = NEAREST) -> Tensor:
     nbytes = quantizer.payload_nbytes(x.numel(), x.element_size())
     payload = torch.full((nbytes,), SENTINEL, dtype=torch.uint8)
     KERNELS.encode(pieces_of(x.numel(), quantizer), x, payload, rounding)
     return payload
 
 
-def decode(payload: Tensor, like: Tensor, quantizer: Quantizer) -> Tensor:
+def decode(payload: Tensor, like: Tensor, quantizer: Codec) -> Tensor:
     out = torch.empty_like(like)
     KERNELS.decode(pieces_of(like.numel(), quantizer), payload, out)
     return out
 
 
-def decode_wide(payload: Tensor, like: Tensor, quantizer: Quantizer) -> Tensor:
+def decode_wide(payload: Tensor, like: Tensor, quantizer: Codec) -> Tensor:
     """What a payload without both levels and raw values stands for, before it is rounded to the dtype."""
     dtype = like.dtype if quantizer.bits == 32 else torch.float32
     return decode(payload, torch.empty(like.numel(), dtype=dtype), quantizer).float()
@@ -294,10 +293,10 @@ def test_raw_values_travel_unchanged_to_the_bit(x: Tensor, bits: int) -> None:
 def test_float64_travels_raw_and_is_summed_in_float64() -> None:
     x = torch.tensor([1.0, 1e-17, 3.0], dtype=torch.float64)
     peer = torch.tensor([1e-15, 1.0, 2.0], dtype=torch.float64)
-    payload, out = encode(peer, Identity()), encode(peer, Identity())
+    payload, out = encode(peer, RAW), encode(peer, RAW)
     expected = (x + peer) * (1 / 3)
-    KERNELS.reduce(pieces_of(3, Identity()), x, [payload], out, 1 / 3, NEAREST)
-    assert torch.equal(x, expected) and torch.equal(decode(out, x, Identity()), expected)
+    KERNELS.reduce(pieces_of(3, RAW), x, [payload], out, 1 / 3, NEAREST)
+    assert torch.equal(x, expected) and torch.equal(decode(out, x, RAW), expected)
 
 
 @given(x=tensors(max_numel=50), bits=st.sampled_from([1, 3, 4, 8, 32]), seed=st.integers(0, 2**32))
@@ -410,7 +409,7 @@ def test_random_numbers_follow_a_value_s_place_in_the_tensor() -> None:
     assert torch.equal(y, whole)
 
 
-@pytest.mark.parametrize(("dtype", "quantizer"), [(torch.float64, MaxMin(4, 8)), (torch.int32, Identity())])
-def test_a_dtype_that_cannot_be_encoded_is_refused_by_name(dtype: torch.dtype, quantizer: Quantizer) -> None:
+@pytest.mark.parametrize(("dtype", "quantizer"), [(torch.float64, MaxMin(4, 8)), (torch.int32, RAW)])
+def test_a_dtype_that_cannot_be_encoded_is_refused_by_name(dtype: torch.dtype, quantizer: Codec) -> None:
     with pytest.raises(TypeError, match=f"expected one of .*got {dtype}"):
         encode(torch.zeros(8, dtype=dtype), quantizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tests.support.families import each_once
 from tests.support.kernel_cases import DTYPES, Guarded, payload_nbytes, piece_for, random_values, same_bits, table_of
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, MaxMin
 from torch_cgx.engines import memory
 from torch_cgx.kernels import NEAREST, Kernels, Piece, Rounding
 from torch_cgx.kernels.native import NativeKernels, available, simd_levels
@@ -93,7 +94,7 @@ def plain_sum(piece: Piece, x: Tensor, payloads: Sequence[Tensor], scale: float)
         raw = x.clone()
         wide = torch.zeros(x.numel(), dtype=total.dtype)
         if levels:
-            ORACLE.decode([Piece(piece.offset, levels, piece.bits, piece.block, 0, piece.payload)], payload, wide)
+            ORACLE.decode([replace(piece, numel=levels, raw_tail=0)], payload, wide)
         ORACLE.decode([piece], payload, raw)
         wide[quantized : span.stop] = raw[quantized : span.stop].to(wide.dtype)
         total = total + wide[span]
@@ -298,7 +299,7 @@ def test_triton_sums_of_raw_float64_and_of_blocks_that_are_not_finite_match_the_
 # ---- whole reduce-scatters and all-gathers in memory ----
 
 quantizers = st.one_of(
-    st.builds(Identity),
+    st.just(RAW),
     st.builds(MaxMin, st.integers(1, 8), st.sampled_from([1, 3, 8, 20, 64]), st.booleans()),
 )
 layers_lists = st.lists(st.builds(Layer, st.integers(0, 200), quantizers), min_size=1, max_size=4)
@@ -357,7 +358,7 @@ def units_of(x: Tensor, bits: int, block: int) -> Tensor:
 def test_a_reduce_scatter_is_the_mean_but_for_half_a_unit_of_each_contribution_of_others(bits: int, world: int) -> None:
     """One's own is not quantized, and neither is the sum; so a block of which others are constant is exact."""
     for dtype, numel in zip(DTYPES, (17, 333, 1003), strict=True):
-        quantizer = Identity() if bits == 32 else MaxMin(bits, 64)
+        quantizer = RAW if bits == 32 else MaxMin(bits, 64)
         layout = make_shares_layout([Layer(numel, quantizer)], world, dtype.itemsize, 2048)
         assert len(layout.slices) > 1 or numel < 1000
         values = random_tensors(world * numel, world, dtype, seed=numel + bits)
@@ -383,7 +384,7 @@ def test_contributions_that_are_constant_make_an_exact_sum() -> None:
 def test_layers_that_travel_raw_are_exact_beside_compressed_ones() -> None:
     """Small integers, whose sums have no rounding: raw layers and raw tails come out as the true sum."""
     world = 3
-    layers = [Layer(50, MaxMin(2, 16)), Layer(33, Identity()), Layer(45, MaxMin(4, 64, skip_incomplete=True))]
+    layers = [Layer(50, MaxMin(2, 16)), Layer(33, RAW), Layer(45, MaxMin(4, 64, skip_incomplete=True))]
     layout = make_shares_layout(layers, world, 4, 300)
     generator = torch.Generator().manual_seed(1)
     values = [torch.randint(-9, 9, (world * 128,), generator=generator).float() for _ in range(world)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torch_cgx import _native, payload_nbytes
-from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.group.calls import collective_call
 from torch_cgx.kernels import Piece, Rounding
 from torch_cgx.kernels.native import _make_table, available
@@ -21,10 +21,10 @@ NUMEL = 5_000_000_000
 LARGEST_GRID = 2**31 - 1  # of a CUDA launch
 
 
-@pytest.mark.parametrize("quantizer", [MaxMin(4, 1024), MaxMin(1, 65536), MaxMin(8, 512), Identity()])
+@pytest.mark.parametrize("quantizer", [MaxMin(4, 1024), MaxMin(1, 65536), MaxMin(8, 512), RAW])
 @pytest.mark.parametrize("slice_nbytes", [64 << 20, 2**40])
 def test_a_layout_of_five_billion_values_covers_them_with_payloads_of_the_right_length(
-    quantizer: Quantizer, slice_nbytes: int
+    quantizer: Codec, slice_nbytes: int
 ) -> None:
     layout = make_layout([Layer(NUMEL, quantizer)], 3, 4, slice_nbytes)
     end = 0
@@ -61,9 +61,9 @@ def test_what_the_board_and_a_submission_say_of_five_billion_values_is_not_cut_o
 def test_the_native_library_and_python_agree_on_the_length_of_a_huge_payload(bits: int) -> None:
     if not available():
         pytest.skip("no native library")
-    piece = Piece(NUMEL, NUMEL, bits, 1024, NUMEL if bits == 32 else 0, 8)
+    piece = Piece.of(RAW if bits == 32 else MaxMin(bits, 1024), NUMEL, NUMEL, 8)
     table = _make_table([piece], 0)
-    quantizer = Identity() if bits == 32 else MaxMin(bits, 1024)
+    quantizer = RAW if bits == 32 else MaxMin(bits, 1024)
     assert table.numel == 2 * NUMEL
     assert table.nbytes == 8 + quantizer.payload_nbytes(NUMEL, 4) > 2**29
     assert bits == 32 or payload_nbytes(NUMEL, torch.float32, bits, 1024) == table.nbytes - 8
@@ -71,7 +71,7 @@ def test_the_native_library_and_python_agree_on_the_length_of_a_huge_payload(bit
 
 @pytest.mark.parametrize("block", [32, 512, 1000, 65536])
 def test_tables_for_triton_have_64_bits_and_grids_within_a_launch(block: int) -> None:
-    piece = Piece(NUMEL, NUMEL, 4, block, 0, 8)
+    piece = Piece(NUMEL, NUMEL, 4, block, 0, 8, MaxMin.kind)
     table = make_table([piece], 4, aligned=True)
     assert table.numel == 2 * NUMEL and table.nbytes > 2**31
     for launch in (table.main, table.headers):

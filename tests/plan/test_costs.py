@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.plan.algorithms.hierarchical import CROSS
 from torch_cgx.plan.costs import CUDA, GAIN, HOST, LEAST_BITS, Costs, choose, estimate
 from torch_cgx.plan.simulate import Size
@@ -21,8 +21,8 @@ SIZES = st.integers(64, 1 << 30)  # bytes of values
 RATES = st.floats(1e6, 1e11)  # bytes a second
 
 
-def quantizer_of(bits: int) -> Quantizer:
-    return Identity() if bits == 32 else MaxMin(bits, 1024)
+def quantizer_of(bits: int) -> Codec:
+    return RAW if bits == 32 else MaxMin(bits, 1024)
 
 
 def at_rate(bytes_per_s: float, costs: Costs = HOST) -> Costs:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.plan.layout import Chunk, Layer, Layout, Piece, make_layout, make_shares_layout
 
 quantizers = st.one_of(
-    st.builds(Identity),
+    st.just(RAW),
     st.builds(MaxMin, st.integers(1, 8), st.sampled_from([1, 3, 8, 20, 64, 512]), st.booleans()),
 )
 layers_lists = st.lists(st.builds(Layer, st.integers(0, 3000), quantizers), max_size=8)
@@ -57,7 +57,7 @@ def test_cuts_lie_at_layers_ends_or_multiples_of_the_cut_unit(
 ) -> None:
     for piece in pieces(make_layout(layers, world, itemsize, slice_nbytes)):
         start, layer = layer_of(piece, layers)
-        assert (piece.offset - start) % layer.quantizer.cut_numel == 0
+        assert (piece.offset - start) % layer.codec.cut_numel == 0
 
 
 @given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
@@ -66,8 +66,8 @@ def test_pieces_carry_their_layer_s_quantizer(
 ) -> None:
     for piece in pieces(make_layout(layers, world, itemsize, slice_nbytes)):
         _, layer = layer_of(piece, layers)
-        assert (piece.bits, piece.block) == (layer.quantizer.bits, layer.quantizer.block)
-        assert piece.raw_tail == layer.quantizer.raw_tail(piece.numel)
+        assert (piece.bits, piece.block) == (layer.codec.bits, layer.codec.block)
+        assert piece.raw_tail == layer.codec.raw_tail(piece.numel)
 
 
 @given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
@@ -106,7 +106,7 @@ def test_slices_are_as_full_as_the_cuts_allow(
         numel = sum(piece.numel for chunk in part.chunks for piece in chunk.pieces)
         first = next(piece for chunk in following.chunks for piece in chunk.pieces)
         start, layer = layer_of(first, layers)
-        unit = min(layer.quantizer.cut_numel, start + layer.numel - first.offset)
+        unit = min(layer.codec.cut_numel, start + layer.numel - first.offset)
         assert (numel + unit) * itemsize > slice_nbytes
 
 
@@ -128,7 +128,7 @@ def test_chunks_are_balanced_to_a_cut_unit_at_either_end(
 @pytest.mark.parametrize("bits", [1, 3, 4, 8])
 @pytest.mark.parametrize("world", [2, 3, 4, 7, 12])
 def test_mixed_layers_are_balanced_by_wire_bytes_not_by_values(world: int, bits: int) -> None:
-    layers = [Layer(1 << 20, MaxMin(bits, 512)), Layer(1 << 20, Identity())]
+    layers = [Layer(1 << 20, MaxMin(bits, 512)), Layer(1 << 20, RAW)]
     (part,) = make_layout(layers, world, 4, 1 << 30).slices
     sizes = [chunk.nbytes for chunk in part.chunks]
     assert max(sizes) - min(sizes) <= 2 * MaxMin(bits, 512).payload_nbytes(512, 4)
@@ -137,7 +137,7 @@ def test_mixed_layers_are_balanced_by_wire_bytes_not_by_values(world: int, bits:
 def test_five_billion_values_are_laid_out_within_a_second() -> None:
     numel = 5_000_000_000
     start = time.process_time()
-    layout = make_layout([Layer(numel, MaxMin(4, 1024)), Layer(0, Identity())], 8, 4, 64 << 20)
+    layout = make_layout([Layer(numel, MaxMin(4, 1024)), Layer(0, RAW)], 8, 4, 64 << 20)
     elapsed_s = time.process_time() - start
     last = pieces(layout)[-1]
     assert last.offset + last.numel == numel
@@ -147,12 +147,12 @@ def test_five_billion_values_are_laid_out_within_a_second() -> None:
 
 @given(layers=layers_lists, world=worlds)
 def test_equal_arguments_share_one_layout(layers: list[Layer], world: int) -> None:
-    copies = [Layer(layer.numel, layer.quantizer) for layer in layers]
+    copies = [Layer(layer.numel, layer.codec) for layer in layers]
     assert make_layout(layers, world, 4, 1000) is make_layout(tuple(copies), world, 4, 1000)
 
 
 def test_no_values_make_no_slices() -> None:
-    assert make_layout([], 4, 4, 1000) == make_layout([Layer(0, Identity())], 4, 4, 1000) == Layout(())
+    assert make_layout([], 4, 4, 1000) == make_layout([Layer(0, RAW)], 4, 4, 1000) == Layout(())
 
 
 def test_ranks_beyond_the_cut_units_get_empty_chunks() -> None:
@@ -169,7 +169,7 @@ def test_an_exact_chunk_is_the_same_values_raw(
             exact = chunk.coded(exact=True)
             assert chunk.coded(exact=False) is chunk and chunk.coded(exact=True) is exact
             numel = sum(piece.numel for piece in chunk.pieces)
-            assert exact.nbytes == Identity().payload_nbytes(numel, itemsize)
+            assert exact.nbytes == RAW.payload_nbytes(numel, itemsize)
             if not chunk.pieces:
                 assert exact == chunk
                 continue
@@ -180,7 +180,7 @@ def test_an_exact_chunk_is_the_same_values_raw(
 
 @given(quantizer=quantizers, numel=st.integers(0, 10_000), itemsize=itemsizes)
 def test_payload_lengths_are_whole_words_and_grow_linearly_in_eight_cut_units(
-    quantizer: Quantizer, numel: int, itemsize: int
+    quantizer: Codec, numel: int, itemsize: int
 ) -> None:
     step = 8 * quantizer.cut_numel
     whole = numel // step * step
@@ -202,7 +202,7 @@ def test_a_quantizer_outside_its_range_is_refused(bits: int, block: int) -> None
 )
 def test_impossible_arguments_are_refused(numel: int, world: int, itemsize: int, slice_nbytes: int) -> None:
     with pytest.raises(ValueError, match=r"expected .*, got"):
-        make_layout([Layer(numel, Identity())], world, itemsize, slice_nbytes)
+        make_layout([Layer(numel, RAW)], world, itemsize, slice_nbytes)
 
 
 # ---- tensors of one share a rank ----
@@ -249,7 +249,7 @@ def test_pieces_of_a_share_are_cut_and_coded_as_its_layers_allow(
         end = 0
         for piece in part.chunks[-1].in_share:
             start, layer = layer_of(piece, layers)
-            quantizer = layer.quantizer
+            quantizer = layer.codec
             assert (piece.offset - start) % quantizer.cut_numel == 0
             assert (piece.bits, piece.block) == (quantizer.bits, quantizer.block)
             assert piece.raw_tail == quantizer.raw_tail(piece.numel)
@@ -272,7 +272,7 @@ def test_a_slice_of_all_shares_is_within_its_limit_or_one_cut_unit_of_each_and_f
         numel = sum(piece.numel for piece in part.chunks[0].pieces)
         first = following.chunks[0].pieces[0]
         start, layer = layer_of(first, layers)
-        unit = min(layer.quantizer.cut_numel, start + layer.numel - first.offset)
+        unit = min(layer.codec.cut_numel, start + layer.numel - first.offset)
         assert (numel + unit) * world * itemsize > slice_nbytes
 
 
@@ -285,17 +285,17 @@ def test_the_only_share_is_laid_out_as_a_tensor_of_one_chunk(
 
 @given(layers=layers_lists, world=worlds)
 def test_equal_arguments_share_one_layout_of_shares(layers: list[Layer], world: int) -> None:
-    copies = [Layer(layer.numel, layer.quantizer) for layer in layers]
+    copies = [Layer(layer.numel, layer.codec) for layer in layers]
     assert make_shares_layout(layers, world, 4, 1000) is make_shares_layout(tuple(copies), world, 4, 1000)
 
 
 @pytest.mark.parametrize("slice_nbytes", [64 << 20, 2**40])
-@pytest.mark.parametrize("quantizer", [MaxMin(4, 1024), MaxMin(1, 65536), Identity()])
+@pytest.mark.parametrize("quantizer", [MaxMin(4, 1024), MaxMin(1, 65536), RAW])
 def test_shares_of_five_billion_values_in_all_are_covered_by_payloads_of_the_right_length(
-    quantizer: Quantizer, slice_nbytes: int
+    quantizer: Codec, slice_nbytes: int
 ) -> None:
     world, numel = 5, 1_000_000_007
-    layout = make_shares_layout([Layer(numel, quantizer), Layer(0, Identity())], world, 4, slice_nbytes)
+    layout = make_shares_layout([Layer(numel, quantizer), Layer(0, RAW)], world, 4, slice_nbytes)
     end = 0
     for part in layout.slices:
         (piece,) = part.chunks[-1].pieces
@@ -310,7 +310,7 @@ def test_shares_of_five_billion_values_in_all_are_covered_by_payloads_of_the_rig
 
 
 def test_no_values_make_no_slices_of_shares_either() -> None:
-    nothing = [Layer(0, Identity()), Layer(0, MaxMin(4, 64))]
+    nothing = [Layer(0, RAW), Layer(0, MaxMin(4, 64))]
     assert make_shares_layout([], 4, 4, 1000) == make_shares_layout(nothing, 4, 4, 1000) == Layout(())
 
 
@@ -320,4 +320,4 @@ def test_no_values_make_no_slices_of_shares_either() -> None:
 )
 def test_impossible_shares_are_refused(numel: int, world: int, itemsize: int, slice_nbytes: int) -> None:
     with pytest.raises(ValueError, match=r"expected .*, got"):
-        make_shares_layout([Layer(numel, Identity())], world, itemsize, slice_nbytes)
+        make_shares_layout([Layer(numel, RAW)], world, itemsize, slice_nbytes)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.plan import simulate_classes
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.checker import check
@@ -24,14 +24,14 @@ MIXED = Costs(
 )
 
 
-def layout_of(topology: Topology, numel: int, quantizer: Quantizer, slices: int = 1) -> Layout:
+def layout_of(topology: Topology, numel: int, quantizer: Codec, slices: int = 1) -> Layout:
     return make_layout([Layer(numel, quantizer)], topology.n_chunks, 4, -(-numel * 4 // slices))
 
 
 def test_two_ranks_by_hand() -> None:
     """Exact, 1600 bytes: encode 800 (8 s), send 800 (80 s + 1), reduce (40 s), send (80 s + 1), decode (8 s)."""
     topology = Topology.flat("SRA", 2)
-    layout = layout_of(topology, 400, Identity())
+    layout = layout_of(topology, 400, RAW)
     costs = Costs(between=Wire(10, latency_s=1), speeds=Speeds(copy=100, sum=20))
     timing = simulate(topology, layout.slices, costs)
     assert timing == Timing(8 + 81 + 40 + 81 + 8, 8 + 40 + 8, 0, (1600, 1600), 1600)
@@ -40,7 +40,7 @@ def test_two_ranks_by_hand() -> None:
 def test_a_reduce_scatter_by_hand() -> None:
     """The first half of the above: encode 800 bytes (8 s), send 800 (80 s + 1), and sum up (40 s)."""
     topology = Topology.flat("REDUCE_SCATTER", 2)
-    slices = layout_of(topology, 400, Identity()).slices
+    slices = layout_of(topology, 400, RAW).slices
     costs = Costs(between=Wire(10, latency_s=1), speeds=Speeds(copy=100, sum=20))
     assert simulate(topology, slices, costs) == Timing(8 + 81 + 40, 8 + 40, 0, (800, 800), 800)
 
@@ -53,7 +53,7 @@ def test_a_message_costs_both_processors() -> None:
     162; and again with the sums.
     """
     topology = Topology.flat("SRA", 2)
-    slices = layout_of(topology, 400, Identity()).slices
+    slices = layout_of(topology, 400, RAW).slices
     wire = Wire(10, latency_s=1, message_s=2, byte_s=0.2)
     assert simulate(topology, slices, Costs(between=wire, cores=2)).seconds == pytest.approx(2 * (2 + 1 + 160 + 2))
     assert simulate(topology, slices, Costs(between=wire, cores=1)).seconds == pytest.approx(4 * 162)
@@ -63,7 +63,7 @@ def test_a_message_costs_both_processors() -> None:
 def test_an_operation_begins_late_once_however_many_slices_it_has() -> None:
     topology = Topology.flat("SRA", 2)
     for n in (1, 2):
-        slices = layout_of(topology, 800, Identity(), n).slices
+        slices = layout_of(topology, 800, RAW, n).slices
         costs = Costs(between=Wire(10), speeds=Speeds(copy=100, sum=20))
         at_once, late = (simulate(topology, slices, each) for each in (costs, replace(costs, start_s=7)))
         assert late.seconds == pytest.approx(at_once.seconds + 7)
@@ -74,7 +74,7 @@ def test_two_slices_overlap() -> None:
     """One slice of 3200 bytes takes 16 + 160 + 80 + 160 + 16; two overlap."""
     topology = Topology.flat("SRA", 2)
     costs = Costs(between=Wire(10), speeds=Speeds(copy=100, sum=20))
-    one, two = (simulate(topology, layout_of(topology, 800, Identity(), n).slices, costs) for n in (1, 2))
+    one, two = (simulate(topology, layout_of(topology, 800, RAW, n).slices, costs) for n in (1, 2))
     assert one.seconds == pytest.approx(432)
     # 8 s, then the link is never idle: parts of both slices, and both sums; then the last is decoded.
     assert two.seconds == pytest.approx(8 + 4 * 80 + 8)
@@ -87,7 +87,7 @@ def test_in_rounds_nothing_is_sent_before_all_is_encoded() -> None:
     Of two sums a rank takes that of the next rank first, which sends to it last: so both are decoded in the end.
     """
     topology = Topology.flat("SRA", 3)
-    slices = layout_of(topology, 600, Identity()).slices
+    slices = layout_of(topology, 600, RAW).slices
     costs = Costs(between=Wire(10), speeds=Speeds(copy=100, sum=20))
     assert simulate(topology, slices, costs).seconds == pytest.approx(8 + 160 + 80 + 160 + 16)
     assert simulate(topology, slices, costs, rounds=True).seconds == pytest.approx(16 + 160 + 80 + 160 + 16)
@@ -95,7 +95,7 @@ def test_in_rounds_nothing_is_sent_before_all_is_encoded() -> None:
 
 def test_ranks_of_a_node_share_its_link_to_others() -> None:
     nodes, topology = (0, 0, 1, 1), Topology.flat("RING", 4)
-    slices = layout_of(topology, 800, Identity()).slices
+    slices = layout_of(topology, 800, RAW).slices
     wire = Wire(100)
     apart = simulate(topology, slices, Costs(between=wire))
     together = simulate(topology, slices, Costs(between=wire), nodes)
@@ -155,7 +155,7 @@ def test_a_faster_link_is_never_slower(
 
 @pytest.mark.parametrize("topology", TOPOLOGIES[:2], ids=str)
 def test_without_computing_time_is_bytes_over_bandwidth(topology: Topology) -> None:
-    parts = layout_of(topology, 8 * 1000 * topology.world, Identity()).slices
+    parts = layout_of(topology, 8 * 1000 * topology.world, RAW).slices
     timing = simulate(topology, parts, Costs(between=Wire(1e6)))
     assert timing.seconds == pytest.approx(timing.sent_nbytes[0] / 1e6)
     assert timing.sent_nbytes[0] == 2 * (topology.world - 1) * 8 * 1000 * 4

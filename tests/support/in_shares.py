@@ -12,14 +12,14 @@ from torch import Tensor
 import torch_cgx
 from tests.support.gradients import DTYPES, digest, noise
 from tests.support.harness import Rank
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, MaxMin
 from torch_cgx.engines import memory
 from torch_cgx.kernels import NEAREST, Rounding
 from torch_cgx.kernels.native import default_kernels
 from torch_cgx.plan.layout import Layer, make_shares_layout
 
 # Layers of one share.
-LAYERS = (Layer(300, MaxMin(2, 64)), Layer(40, Identity()), Layer(123, MaxMin(8, 1024, True)), Layer(0, Identity()))
+LAYERS = (Layer(300, MaxMin(2, 64)), Layer(40, RAW), Layer(123, MaxMin(8, 1024, True)), Layer(0, RAW))
 NUMEL = sum(layer.numel for layer in LAYERS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, MaxMin
 from torch_cgx.kernels import Piece
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,13 +22,12 @@ def random_values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def piece_for(numel: int, bits: int, block: int, *, skip: bool = False, offset: int = 0, payload: int = 0) -> Piece:
-    quantizer = Identity() if bits == 32 else MaxMin(bits, block, skip)
-    return Piece(offset, numel, bits, block, quantizer.raw_tail(numel), payload)
+    quantizer = RAW if bits == 32 else MaxMin(bits, block, skip)
+    return Piece.of(quantizer, offset, numel, payload)
 
 
 def payload_nbytes(piece: Piece, dtype: torch.dtype) -> int:
-    quantizer = Identity() if piece.bits == 32 else MaxMin(piece.bits, piece.block, piece.raw_tail > 0)
-    return quantizer.payload_nbytes(piece.numel, dtype.itemsize)
+    return piece.codec.payload_nbytes(piece.numel, dtype.itemsize)
 
 
 class Guarded:
@@ -55,6 +54,6 @@ def table_of(
     for numel, bits, block, skip in rows:
         pieces.append(piece_for(numel, bits, block, skip=skip, offset=offset, payload=nbytes))
         offset += numel
-        quantizer = Identity() if bits == 32 else MaxMin(bits, block, skip)
+        quantizer = RAW if bits == 32 else MaxMin(bits, block, skip)
         nbytes += quantizer.payload_nbytes(numel, dtype.itemsize)
     return tuple(pieces), offset, nbytes

@@ -57,7 +57,7 @@ class Slot(ctypes.Structure):
 
 class Call(ctypes.Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("operation", "dtype", "reduction", "root", "bits", "block", "ndim", "reserved")),
+        *((name, c_int32) for name in ("operation", "dtype", "reduction", "root", "bits", "block", "ndim", "kind")),
         ("numel", c_int64),
         ("layout", c_int64),
         ("dims", c_int64 * 6),

@@ -41,9 +41,9 @@ def contenders(options: AdaptiveBits, reference: Compression) -> tuple[Compressi
     low, high = options.bits_range
     found = [EXACT, reference]
     if high > reference.bits:
-        found.insert(1, Compression(high, reference.block))
+        found.insert(1, replace(reference, bits=high))
     if options.target_step_time != AUTO and low < reference.bits:
-        found.append(Compression(low, reference.block))
+        found.append(replace(reference, bits=low))
     return tuple(found)
 
 

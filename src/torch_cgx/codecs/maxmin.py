@@ -1,12 +1,14 @@
-"""The max-min quantizer: evenly spaced levels from a block's minimum to its maximum, `bits` bits each."""
+"""The max-min codec: evenly spaced levels from a block's minimum to its maximum, `bits` bits each."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-from torch_cgx.config import MAX_BLOCK
+__all__ = ["MAX_BLOCK", "MaxMin"]
 
+MAX_BLOCK = 65536  # values: beyond it a block leaves the fastest cache, and saves nothing that matters
 HEADER_NBYTES = 8  # a block's unit and minimum, float32 each
 
 
@@ -14,19 +16,18 @@ HEADER_NBYTES = 8  # a block's unit and minimum, float32 each
 class MaxMin:
     """Headers of all blocks, then their levels as one bit stream, then a raw tail, padded to 8 bytes."""
 
-    bits: int  # 1..8
-    block: int  # values, 1..65536
-    skip_incomplete: bool = False  # an incomplete last block travels raw
+    bits: int  # 1 to 8
+    block: int  # values, 1 to 65536
+    skip_incomplete: bool = False  # an incomplete last block is sent raw
+
+    kind: ClassVar[int] = 1
+    is_exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits of the max-min quantizer: expected 1 to 8, got {self.bits}")
+            raise ValueError(f"bits: expected 1 to 8 or 32, got {self.bits}")
         if not 1 <= self.block <= MAX_BLOCK:
-            raise ValueError(f"block of the max-min quantizer: expected 1 to {MAX_BLOCK}, got {self.block}")
-
-    @property
-    def is_exact(self) -> bool:
-        return False
+            raise ValueError(f"bucket size: expected 1 to {MAX_BLOCK} values, got {self.block}")
 
     @property
     def cut_numel(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_cgx.adaptive.decision import Decision, Trial, contenders, decide
 from torch_cgx.adaptive.options import AdaptiveBits
-from torch_cgx.config import Compression
+from torch_cgx.config import DEFAULT_QUANTIZER, Compression
 from torch_cgx.ddp.buckets import KnownBucket
 from torch_cgx.ddp.samples import Samples
 from torch_cgx.errors import CGXError, MismatchError
@@ -68,6 +68,11 @@ class Adaptation:
     """The bits of one state's layers over time. All ranks ask the same of it at the same steps."""
 
     def __init__(self, options: AdaptiveBits, reference: Compression, start_step: int) -> None:
+        if reference.quantizer != DEFAULT_QUANTIZER:
+            raise ValueError(
+                f"adaptive: expected the quantizer {DEFAULT_QUANTIZER!r}, among whose widths it chooses, got "
+                f"{reference.quantizer!r}"
+            )
         low, high = options.bits_range
         if not low <= reference.bits <= high:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A grad bucket as the hook knows it: its layers, their quantizers, and what was seen of them."""
+"""A grad bucket as the hook knows it: its layers, their codecs, and what was seen of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_cgx import functional
-from torch_cgx.codecs import Identity, Quantizer, quantizer_for
+from torch_cgx.codecs import RAW, Codec
 from torch_cgx.config import EXACT, Compression
 from torch_cgx.ddp.report import LayerReport
 from torch_cgx.plan.layout import Layer
@@ -65,13 +65,13 @@ class KnownLayer:
             return None
         return gradient
 
-    def report(self, itemsize: int, quantizer: Quantizer) -> LayerReport:
+    def report(self, itemsize: int, codec: Codec) -> LayerReport:
         return LayerReport(
             name=self.name,
             numel=self.numel,
-            bits=quantizer.bits,
+            bits=codec.bits,
             bytes_exact=self.numel * itemsize,
-            bytes_sent=quantizer.payload_nbytes(self.numel, itemsize),
+            bytes_sent=codec.payload_nbytes(self.numel, itemsize),
             relative_error=self.relative_error,
             nonfinite_step=self.nonfinite_step,
             nonfinite_here=self.nonfinite_here,
@@ -100,12 +100,10 @@ class KnownBucket:
 
     def refresh(self) -> None:
         """The layers' compressions have been set."""
-        self.measured = all(
-            each.relative_error is not None for each in self.layers if not self.quantizer(each).is_exact
-        )
+        self.measured = all(each.relative_error is not None for each in self.layers if not self.codec(each).is_exact)
         self.watching = any(each.is_unexplained for each in self.layers)
-        self.wire_layers = _joined([Layer(each.numel, self.quantizer(each)) for each in self.layers])
-        self.exact_layers = _joined([Layer(each.numel, Identity()) for each in self.layers])
+        self.wire_layers = _joined([Layer(each.numel, self.codec(each)) for each in self.layers])
+        self.exact_layers = _joined([Layer(each.numel, RAW) for each in self.layers])
         self._positions, self._ranges = _telling(self.wire_layers)
 
     @property
@@ -115,7 +113,7 @@ class KnownBucket:
     @property
     def compressed_spans(self) -> list[slice]:
         """Return the spans of the compressed layers."""
-        compressed = [layer for layer in self.layers if not self.quantizer(layer).is_exact]
+        compressed = [layer for layer in self.layers if not self.codec(layer).is_exact]
         return [slice(layer.start, layer.start + layer.numel) for layer in compressed]
 
     @property
@@ -123,9 +121,9 @@ class KnownBucket:
         """Those whose bits may be chosen."""
         return [layer for layer in self.layers if layer.is_free] if self.compressible else []
 
-    def quantizer(self, layer: KnownLayer) -> Quantizer:
+    def codec(self, layer: KnownLayer) -> Codec:
         compression = layer.compression if self.compressible else EXACT
-        return quantizer_for(compression, skip_incomplete=self.skip_incomplete)
+        return compression.codec(self.skip_incomplete)
 
     def is_made_of(self, dtype: torch.dtype, parameters: Sequence[Tensor]) -> bool:
         return (
@@ -138,12 +136,12 @@ class KnownBucket:
         """What quantizing these gradients, which are this rank's own, will lose."""
         self.measured = True
         for layer in self.layers:
-            if self.quantizer(layer).is_exact:
+            if self.codec(layer).is_exact:
                 continue
             values = layer.of(buffer).cpu()
-            bits, block = layer.compression.bits, layer.compression.block
-            payload = functional.quantize(values, bits, block)
-            decoded = functional.dequantize(payload, layer.numel, values.dtype, bits, block)
+            how = (layer.compression.bits, layer.compression.block, layer.compression.quantizer)
+            payload = functional.quantize(values, *how)
+            decoded = functional.dequantize(payload, layer.numel, values.dtype, *how)
             norm = torch.linalg.vector_norm(values, dtype=torch.float32)
             lost = torch.linalg.vector_norm(decoded.sub_(values), dtype=torch.float32)
             if torch.isfinite(norm):
@@ -183,7 +181,7 @@ class KnownBucket:
         self.watching = any(layer.is_unexplained for layer in self.layers)
 
     def reports(self) -> list[LayerReport]:
-        return [layer.report(self.dtype.itemsize, self.quantizer(layer)) for layer in self.layers]
+        return [layer.report(self.dtype.itemsize, self.codec(layer)) for layer in self.layers]
 
 
 def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
@@ -191,7 +189,7 @@ def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     joined: list[Layer] = []
     for layer in layers:
         if joined and layer.is_exact and joined[-1].is_exact:
-            joined[-1] = Layer(joined[-1].numel + layer.numel, layer.quantizer)
+            joined[-1] = Layer(joined[-1].numel + layer.numel, layer.codec)
         else:
             joined.append(layer)
     return tuple(joined)
@@ -203,10 +201,10 @@ def _telling(layers: Sequence[Layer]) -> tuple[Tensor, list[slice]]:
     ranges: list[slice] = []
     start = cost = 0
     for layer in layers:
-        end, quantizer = start + layer.numel, layer.quantizer
-        raw_from = end - quantizer.raw_tail(layer.numel)
+        end, codec = start + layer.numel, layer.codec
+        raw_from = end - codec.raw_tail(layer.numel)
         if raw_from > start:
-            positions.append(torch.arange(start, raw_from, quantizer.block, device="cpu"))
+            positions.append(torch.arange(start, raw_from, codec.block, device="cpu"))
             cost += _POSITION_COST * len(positions[-1])
         raw_numel = end - raw_from
         if _POSITION_COST * raw_numel <= _RANGE_COST + raw_numel:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_cgx.adaptive.layers import Candidate, LayerStats
-from torch_cgx.codecs import Quantizer, quantizer_for
+from torch_cgx.codecs import Codec
 from torch_cgx.config import Compression
 from torch_cgx.ddp.buckets import KnownLayer
 from torch_cgx.kernels import NEAREST, Kernels, Piece
@@ -86,7 +86,7 @@ class Samples:
             layer.name: _Sample.make(layer.numel, itemsize, most, block)
             for layer, itemsize in zip(layers, itemsizes, strict=True)
         }
-        self._pieces: dict[Quantizer, tuple[tuple[Piece, ...], int]] = {}
+        self._pieces: dict[Codec, tuple[tuple[Piece, ...], int]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -118,7 +118,7 @@ class Samples:
         flat = torch.cat([sample.mean for sample in samples])
         numels = [sample.mean.numel() for sample in samples]
         columns = [_squares(flat, numels)]
-        tables = [self._table(quantizer_for(each, skip_incomplete=skip_incomplete)) for each in candidates]
+        tables = [self._table(each.codec(skip_incomplete)) for each in candidates]
         # One buffer for all candidates: new memory for each would cost more than the kernels do.
         lost = torch.empty_like(flat)
         payload = torch.empty(max((nbytes for _, nbytes in tables), default=0), dtype=torch.uint8, device="cpu")
@@ -135,9 +135,9 @@ class Samples:
 
     def stats(self, measured: Tensor, candidates: Sequence[Compression], skip_incomplete: bool) -> list[LayerStats]:
         """What policies take, of what `measure` has returned."""
-        quantizers = [quantizer_for(each, skip_incomplete=skip_incomplete) for each in candidates]
+        codecs = [each.codec(skip_incomplete) for each in candidates]
         return [
-            LayerStats(name, sample.numel, row[0] ** 0.5, _candidates(sample, quantizers, row[1:]))
+            LayerStats(name, sample.numel, row[0] ** 0.5, _candidates(sample, codecs, row[1:]))
             for (name, sample), row in zip(self._samples.items(), measured.tolist(), strict=True)
         ]
 
@@ -145,8 +145,8 @@ class Samples:
         """Of all layers' payloads, sent alike."""
         if compression.is_exact:
             return sum(sample.numel * sample.itemsize for sample in self._samples.values())
-        quantizer = quantizer_for(compression, skip_incomplete=skip_incomplete)
-        return sum(quantizer.payload_nbytes(sample.numel, sample.itemsize) for sample in self._samples.values())
+        codec = compression.codec(skip_incomplete)
+        return sum(codec.payload_nbytes(sample.numel, sample.itemsize) for sample in self._samples.values())
 
     def state_dict(self) -> dict[str, Any]:
         return {name: sample.state_dict() for name, sample in self._samples.items()}
@@ -166,18 +166,17 @@ class Samples:
                 sample.mean.copy_(other.mean)
                 sample.squares.copy_(other.squares)
 
-    def _table(self, quantizer: Quantizer) -> tuple[tuple[Piece, ...], int]:
+    def _table(self, codec: Codec) -> tuple[tuple[Piece, ...], int]:
         """All samples as pieces of one tensor, and the bytes of their payloads; made once, as kernels cache by it."""
-        if quantizer not in self._pieces:
+        if codec not in self._pieces:
             pieces, offset, payload = [], 0, 0
             for sample in self._samples.values():
                 numel = sample.mean.numel()
-                raw_tail = quantizer.raw_tail(numel)
-                pieces.append(Piece(offset, numel, quantizer.bits, quantizer.block, raw_tail, payload))
+                pieces.append(Piece.of(codec, offset, numel, payload))
                 offset += numel
-                payload += quantizer.payload_nbytes(numel, 4)
-            self._pieces[quantizer] = tuple(pieces), payload
-        return self._pieces[quantizer]
+                payload += codec.payload_nbytes(numel, 4)
+            self._pieces[codec] = tuple(pieces), payload
+        return self._pieces[codec]
 
 
 def _positions(numel: int, count: int, span: int) -> Tensor:
@@ -195,8 +194,8 @@ def _squares(flat: Tensor, numels: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.add.reduceat(flat.to(torch.float64).square_().numpy(), starts))
 
 
-def _candidates(sample: _Sample, quantizers: Sequence[Quantizer], errors: Sequence[float]) -> tuple[Candidate, ...]:
+def _candidates(sample: _Sample, codecs: Sequence[Codec], errors: Sequence[float]) -> tuple[Candidate, ...]:
     return tuple(
         Candidate(each.bits, each.block, each.payload_nbytes(sample.numel, sample.itemsize), error)
-        for each, error in zip(quantizers, errors, strict=True)
+        for each, error in zip(codecs, errors, strict=True)
     )

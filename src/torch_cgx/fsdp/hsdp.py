@@ -10,7 +10,7 @@ import weakref
 from itertools import accumulate
 from typing import ClassVar
 
-from torch_cgx.codecs import Identity
+from torch_cgx.codecs import RAW
 from torch_cgx.config import Compression
 from torch_cgx.group.compression import Override
 from torch_cgx.group.process_group import ProcessGroupCGX
@@ -96,7 +96,7 @@ class Claim:
 
 
 def finest(one: tuple[Layer, ...], other: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Layers of the same total, cut wherever either is cut, with the quantizer of the two that loses less."""
+    """Layers of the same total, cut wherever either is cut, with the codec of the two that loses less."""
     if one == other:
         return one
     ends = [list(accumulate(layer.numel for layer in layers)) for layers in (one, other)]
@@ -105,12 +105,10 @@ def finest(one: tuple[Layer, ...], other: tuple[Layer, ...]) -> tuple[Layer, ...
         if end == start:
             continue
         found = [
-            next(layer for layer, last in zip(layers, lasts, strict=True) if last > start).quantizer
+            next(layer for layer, last in zip(layers, lasts, strict=True) if last > start).codec
             for layers, lasts in zip((one, other), ends, strict=True)
         ]
         exact = any(each.is_exact for each in found)
-        merged.append(
-            Layer(end - start, Identity() if exact else max(found, key=lambda each: (each.bits, -each.block)))
-        )
+        merged.append(Layer(end - start, RAW if exact else max(found, key=lambda each: (each.bits, -each.block))))
         start = end
     return tuple(merged)

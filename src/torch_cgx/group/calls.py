@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from torch_cgx import _native
-from torch_cgx.config import EXACT
+from torch_cgx import _native, codecs
+from torch_cgx.config import DEFAULT_QUANTIZER, EXACT
 
 __all__ = [
     "NAMES",
@@ -65,6 +65,7 @@ def collective_call(
     root: int = -1,
     bits: int = 0,
     block: int = 0,
+    kind: int = 0,
     layout: int = 0,
 ) -> _native.Call:
     """One call. `shape` None: it may differ between ranks. `layout`: a hash of whatever else must be alike."""
@@ -75,6 +76,7 @@ def collective_call(
     call.root = root
     call.bits = bits
     call.block = block
+    call.kind = kind
     call.ndim = -1 if shape is None else len(shape)
     call.numel = 0 if shape is None else torch.Size(shape).numel()
     call.layout = ctypes.c_int64(layout).value
@@ -128,10 +130,17 @@ def describe(call: _native.Call) -> str:
     if call.bits == EXACT.bits:
         parts.append("exact")
     elif call.bits > 0:
-        parts.append(f"{call.bits} bits, bucket size {call.block}")
+        parts.append(f"{call.bits} bits, bucket size {call.block}{_codec_suffix(call.kind)}")
     if call.layout != 0:
         parts.append(f"layers and strides #{call.layout & 0xFFFFFFFF:x}")
     return f"{_name(_OPERATIONS, call.operation)}({', '.join(parts)})"
+
+
+def _codec_suffix(kind: int) -> str:
+    """Return how a message names a codec: by default not at all."""
+    if kind == codecs.family(DEFAULT_QUANTIZER).kind:
+        return ""
+    return next((f", {name}" for name in codecs.names() if codecs.family(name).kind == kind), f", codec {kind}")
 
 
 def operation_name(call: _native.Call) -> str:

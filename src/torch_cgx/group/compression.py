@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_cgx import scopes
+from torch_cgx import codecs, scopes
 from torch_cgx.config import EXACT, Compression, Settings
 from torch_cgx.plan.layout import Layer
 
@@ -89,8 +89,8 @@ def is_summable(tensor: Tensor, reduction: str) -> bool:
 
 def widest_compression(layers: Sequence[Layer]) -> Compression:
     """Return what describes a call of several layers in errors and profiles."""
-    compressed = [layer.quantizer for layer in layers if not layer.is_exact]
+    compressed = [layer.codec for layer in layers if not layer.is_exact]
     if not compressed:
         return EXACT
-    widest = max(compressed, key=lambda quantizer: quantizer.bits)
-    return Compression(widest.bits, widest.block)
+    widest = max(compressed, key=lambda codec: codec.bits)
+    return Compression(widest.bits, widest.block, codecs.family_of(widest.kind).name)

@@ -8,6 +8,7 @@ over.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from torch_cgx.config import Compression, Settings, whole_number
 from torch_cgx.plan.layout import Layer, layer_of
@@ -59,7 +60,11 @@ class LayerTable:
         if rows is None:
             return (layer_of(numel, compression, settings),)
         return tuple(
-            layer_of(layer_numel, Compression(bits or compression.bits, block or compression.block), settings)
+            layer_of(
+                layer_numel,
+                replace(compression, bits=bits or compression.bits, block=block or compression.block),
+                settings,
+            )
             for layer_numel, bits, block in rows
         )
 

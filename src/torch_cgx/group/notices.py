@@ -83,7 +83,7 @@ def warn_of_unused_bits(backend: str) -> None:
 
 def _asked() -> str | None:
     """Return what asked for compression, as the beginning of a sentence; None if nothing did."""
-    bits = scopes.asked().get("bits")
+    bits = scopes.asked().bits
     if bits is not None:
         return None if bits == EXACT.bits else f"torch_cgx.set_default(bits={bits}) was called"
     try:

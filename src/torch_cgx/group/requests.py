@@ -111,6 +111,7 @@ def call_of(request: Request, context: GroupContext) -> _native.Call:
         root=-1 if request.root is None else request.root,
         bits=0 if request.root is not None else compression.bits,
         block=0 if compression.is_exact else compression.block,
+        kind=compression.codec().kind if request.root is None else 0,
         layout=0 if plain and tensor.is_contiguous() else stable_hash(told),
     )
 

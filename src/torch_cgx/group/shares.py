@@ -16,7 +16,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
-from torch_cgx.codecs import Identity
+from torch_cgx.codecs import RAW
 from torch_cgx.config import EXACT, Compression, Settings
 from torch_cgx.group.allreduces import AllReduces
 from torch_cgx.group.calls import options_from, premultiplier, reduction_name
@@ -312,7 +312,7 @@ def _layers_of(numel: int, compression: Compression, settings: Settings) -> tupl
 
 @lru_cache(maxsize=1024)
 def _exact_layer_of(numel: int) -> tuple[Layer, ...]:
-    return (Layer(numel, Identity()),)
+    return (Layer(numel, RAW),)
 
 
 def _options(kind: Any, op: Any, asynchronous: bool) -> Any:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from torch_cgx.codecs import RAW, Codec, family_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,10 +25,28 @@ class Piece:
 
     offset: int  # its first value, counted from the start of the whole tensor
     numel: int
-    bits: int  # 1..8, or 32: every value travels raw
-    block: int  # values that share one unit and one minimum
-    raw_tail: int  # so many of the last values travel raw, in the tensor's dtype; where bits is 32, all
+    bits: int
+    block: int  # values that share a header
+    raw_tail: int  # so many of the last values are sent raw, in the tensor's dtype
     payload: int  # where its bytes start inside the slot, a multiple of 8
+    kind: int  # of its codec
+
+    @classmethod
+    def of(cls, codec: Codec, offset: int, numel: int, payload: int = 0) -> Piece:
+        """Return the piece of so many values that this codec encodes."""
+        return cls(offset, numel, codec.bits, codec.block, codec.raw_tail(numel), payload, codec.kind)
+
+    @property
+    def is_raw(self) -> bool:
+        """Return whether all its values are sent raw."""
+        return self.kind == RAW.kind
+
+    @property
+    def codec(self) -> Codec:
+        """Return the codec, for its lengths; an incomplete last block is sent raw where this piece says so."""
+        if self.is_raw:
+            return RAW
+        return family_of(self.kind).make(self.bits, self.block, self.raw_tail > 0)
 
 
 @dataclass(frozen=True, slots=True)

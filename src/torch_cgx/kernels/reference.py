@@ -174,7 +174,7 @@ class _RawSpan(NamedTuple):
 
 
 def _raw_numel(piece: Piece) -> int:
-    return piece.numel if piece.bits == 32 else piece.raw_tail
+    return piece.numel if piece.is_raw else piece.raw_tail
 
 
 def _raw_span(piece: Piece, values: Tensor) -> _RawSpan:
@@ -277,7 +277,7 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_dtype(piece: Piece, values: Tensor) -> None:
-    allowed = _RAW if piece.bits == 32 else _QUANTIZABLE
+    allowed = _RAW if piece.is_raw else _QUANTIZABLE
     if values.dtype not in allowed:
         names = ", ".join(str(dtype) for dtype in allowed)
         raise TypeError(f"values at {piece.bits} bits: expected one of {names}, got {values.dtype}")

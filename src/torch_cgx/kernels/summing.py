@@ -99,6 +99,6 @@ def _parts_of(pieces: tuple[Piece, ...]) -> _Parts:
     quantized = tuple(
         replace(piece, numel=piece.numel - piece.raw_tail, raw_tail=0)
         for piece in moved
-        if piece.bits != 32 and piece.numel > piece.raw_tail
+        if not piece.is_raw and piece.numel > piece.raw_tail
     )
     return _Parts(start, numel, moved, quantized, tuple(piece for piece in moved if piece.raw_tail))

@@ -3,7 +3,7 @@
 Pure arithmetic on shapes and settings, the same on every rank: no values, no ranks' own state, no I/O. A
 slice is what one program handles; a chunk is the part of it that one rank reduces; a piece is the part of a
 chunk that lies in one layer, one row of the kernels' table. Cuts lie at layers' ends or at multiples of the
-quantizer's `cut_numel` from a layer's start, so that no block and no byte of levels is ever divided.
+codec's `cut_numel` from a layer's start, so that no block and no byte of levels is ever divided.
 
 A tensor for an allreduce is cut wherever that is best. One of which every rank has a share, as reduce-scatters and
 all-gathers know it, is cut by shares first: chunk c of every slice lies in the share of rank c.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from torch_cgx.codecs import Identity, Quantizer, quantizer_for
+from torch_cgx.codecs import RAW, Codec
 from torch_cgx.config import Compression, Settings
 from torch_cgx.kernels import Piece
 
@@ -28,18 +28,18 @@ class Layer:
     """Consecutive values that are quantized the same way; an empty one is allowed."""
 
     numel: int
-    quantizer: Quantizer
+    codec: Codec
 
     @property
     def is_exact(self) -> bool:
-        return self.quantizer.is_exact
+        return self.codec.is_exact
 
 
 def layer_of(numel: int, compression: Compression, settings: Settings) -> Layer:
     """Return a layer of so many values. One that is too small for a header is exact."""
     if numel < settings.minimal_numel:
-        return Layer(numel, Identity())
-    return Layer(numel, quantizer_for(compression, skip_incomplete=settings.skip_incomplete))
+        return Layer(numel, RAW)
+    return Layer(numel, compression.codec(settings.skip_incomplete))
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,17 @@ class Chunk:
 
     @cached_property
     def exact(self) -> Chunk:
-        """The same values as one raw piece, whatever their quantizers are: how exact payloads are coded."""
+        """The same values as one raw piece, whatever their codecs are: how exact payloads are coded."""
         if not self.pieces:
             return self
-        raw = Identity()
         numel = sum(piece.numel for piece in self.pieces)
-        piece = Piece(self.pieces[0].offset, numel, raw.bits, raw.block, raw.raw_tail(numel), payload=0)
-        return Chunk((piece,), raw.payload_nbytes(numel, self.itemsize), self.itemsize, self.share)
+        piece = Piece.of(RAW, self.pieces[0].offset, numel)
+        return Chunk((piece,), RAW.payload_nbytes(numel, self.itemsize), self.itemsize, self.share)
 
     @property
     def is_as_it_lies(self) -> bool:
         """Return whether the payload, but for its padding, is the values as they lie in the tensor."""
-        return len(self.pieces) == 1 and self.pieces[0].bits == Identity().bits
+        return len(self.pieces) == 1 and self.pieces[0].is_raw
 
     def coded(self, exact: bool) -> Chunk:
         """The pieces and the length of this chunk's payload in one of the two codings."""
@@ -131,7 +130,7 @@ class _Span(NamedTuple):
 
     offset: int  # from the start of the tensor
     numel: int
-    quantizer: Quantizer
+    codec: Codec
 
 
 @lru_cache(maxsize=512)
@@ -173,12 +172,12 @@ def _cut_slices(layers: tuple[Layer, ...], slice_numel: int) -> Iterator[list[_S
     for layer in layers:
         rest = layer.numel
         while rest:
-            cut = layer.quantizer.cut_numel
+            cut = layer.codec.cut_numel
             take = rest if rest <= room else room // cut * cut
             if not take and not spans:
                 take = min(rest, cut)
             if take:
-                spans.append(_Span(offset, take, layer.quantizer))
+                spans.append(_Span(offset, take, layer.codec))
                 offset += take
                 rest -= take
                 room = max(0, room - take)
@@ -191,13 +190,13 @@ def _cut_slices(layers: tuple[Layer, ...], slice_numel: int) -> Iterator[list[_S
 
 def _cut_chunks(spans: list[_Span], n_chunks: int, itemsize: int) -> Slice:
     """So many chunks, as near to the same number of payload bytes as the cuts allow."""
-    total = sum(span.quantizer.payload_nbytes(span.numel, itemsize) for span in spans)
+    total = sum(span.codec.payload_nbytes(span.numel, itemsize) for span in spans)
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     nbytes = 0
     before = 0  # payload bytes of the spans before this one
     for span in spans:
-        span_nbytes = span.quantizer.payload_nbytes(span.numel, itemsize)
+        span_nbytes = span.codec.payload_nbytes(span.numel, itemsize)
         start = 0
         while start < span.numel:
             end = span.numel
@@ -207,7 +206,7 @@ def _cut_chunks(spans: list[_Span], n_chunks: int, itemsize: int) -> Slice:
                 if boundary < span_nbytes:
                     end = max(start, _nearest_cut(span, boundary, itemsize))
             if end > start:
-                piece_nbytes = span.quantizer.payload_nbytes(end - start, itemsize)
+                piece_nbytes = span.codec.payload_nbytes(end - start, itemsize)
                 pieces.append(_piece(span, start, end, nbytes))
                 nbytes += piece_nbytes
                 start = end
@@ -226,7 +225,7 @@ def _whole_chunk(spans: list[_Span], itemsize: int) -> Chunk:
     nbytes = 0
     for span in spans:
         pieces.append(_piece(span, 0, span.numel, nbytes))
-        nbytes += span.quantizer.payload_nbytes(span.numel, itemsize)
+        nbytes += span.codec.payload_nbytes(span.numel, itemsize)
     return Chunk(tuple(pieces), nbytes, itemsize)
 
 
@@ -238,22 +237,15 @@ def _moved(chunk: Chunk, start: int) -> Chunk:
 
 def _nearest_cut(span: _Span, boundary: int, itemsize: int) -> int:
     """The cut of a span (in values from its start) that has nearest to `boundary` payload bytes before it."""
-    cut = span.quantizer.cut_numel
+    cut = span.codec.cut_numel
     # Eight cut units are a whole number of 8-byte words, where one alone might be padded.
-    eight_nbytes = span.quantizer.payload_nbytes(8 * cut, itemsize)
+    eight_nbytes = span.codec.payload_nbytes(8 * cut, itemsize)
     lower = min(boundary * 8 // eight_nbytes * cut, (span.numel - 1) // cut * cut)
     upper = min(lower + cut, span.numel)
-    below = boundary - span.quantizer.payload_nbytes(lower, itemsize)
-    above = span.quantizer.payload_nbytes(upper, itemsize) - boundary
+    below = boundary - span.codec.payload_nbytes(lower, itemsize)
+    above = span.codec.payload_nbytes(upper, itemsize) - boundary
     return lower if below < above else upper
 
 
 def _piece(span: _Span, start: int, end: int, payload: int) -> Piece:
-    return Piece(
-        offset=span.offset + start,
-        numel=end - start,
-        bits=span.quantizer.bits,
-        block=span.quantizer.block,
-        raw_tail=span.quantizer.raw_tail(end - start),
-        payload=payload,
-    )
+    return Piece.of(span.codec, span.offset + start, end - start, payload)

@@ -69,7 +69,7 @@ def together(sizes: Sequence[Size]) -> Size:
 def size_of(part: Slice, chunk: int) -> Size:
     it = part.chunks[chunk]
     values = sum(piece.numel for piece in it.pieces) * it.itemsize
-    return Size(values, it.nbytes, it.exact.nbytes, all(piece.bits == 32 for piece in it.pieces))
+    return Size(values, it.nbytes, it.exact.nbytes, all(piece.is_raw for piece in it.pieces))
 
 
 @dataclass(frozen=True, slots=True)

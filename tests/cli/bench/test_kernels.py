@@ -249,7 +249,7 @@ def test_layers_cover_all_values_with_very_different_sizes_and_all_widths() -> N
     layers = mixed_layers(1 << 20, [2, 5, 8], 1024)
     assert len(layers) == LAYERS
     assert sum(layer.numel for layer in layers) == 1 << 20
-    assert {layer.quantizer.bits for layer in layers} == {2, 5, 8}
+    assert {layer.codec.bits for layer in layers} == {2, 5, 8}
     numels = sorted(layer.numel for layer in layers)
     assert numels[-1] > 100 * numels[0] > 0
     assert layers == mixed_layers(1 << 20, [2, 5, 8], 1024)

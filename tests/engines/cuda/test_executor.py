@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.support.standin import Meeting, NotedKernels, StandInDevice, Stream
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, MaxMin
 from torch_cgx.engines import memory
 from torch_cgx.engines.computing import Reduction
 from torch_cgx.engines.cuda.exchange import Arrival
@@ -128,7 +128,7 @@ def run_all(
 
 
 def layout_of(topology: Topology, dtype: torch.dtype, slice_nbytes: int = 1 << 14) -> tuple[Layout, int]:
-    layers = (Layer(3001, MaxMin(4, 64)), Layer(37, Identity()), Layer(9000, MaxMin(2, 512, True)))
+    layers = (Layer(3001, MaxMin(4, 64)), Layer(37, RAW), Layer(9000, MaxMin(2, 512, True)))
     return make_layout(layers, topology.n_chunks, dtype.itemsize, slice_nbytes), sum(layer.numel for layer in layers)
 
 
@@ -180,7 +180,7 @@ def test_sums_of_16_bits_in_several_steps_are_made_in_32(dtype: torch.dtype) -> 
     assert all(torch.equal(got, want.to(dtype)) for got, want in zip(inputs, expected, strict=True))
 
 
-SHARE_LAYERS = (Layer(3001, MaxMin(4, 64)), Layer(37, Identity()), Layer(2000, MaxMin(2, 512, True)))
+SHARE_LAYERS = (Layer(3001, MaxMin(4, 64)), Layer(37, RAW), Layer(2000, MaxMin(2, 512, True)))
 SHARE_NUMEL = sum(layer.numel for layer in SHARE_LAYERS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_cgx.codecs import Identity, MaxMin, Quantizer
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.config import Settings
 from torch_cgx.engines.host.plans import Plan, make_plan
 from torch_cgx.errors import SharedMemoryError
@@ -20,12 +20,12 @@ MB = 1 << 20
 FOURS = tuple(rank // 4 for rank in range(64))  # 16 nodes
 UNEQUAL = (0, 1, 2, *(3,) * 8)
 FUSION_NBYTES = Settings().fusion_nbytes
-QUANTIZERS = [MaxMin(1, 512), MaxMin(4, 512), MaxMin(8, 64), MaxMin(8, 1), Identity()]
+QUANTIZERS = [MaxMin(1, 512), MaxMin(4, 512), MaxMin(8, 64), MaxMin(8, 1), RAW]
 
 
 def plan_for(
     numel: int,
-    quantizer: Quantizer,
+    quantizer: Codec,
     world: int,
     dtype: torch.dtype = torch.float32,
     limit_nbytes: int = SEGMENT_LIMIT_NBYTES,
@@ -40,7 +40,7 @@ def plan_for(
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.bits} bits, {q.block}")
 @pytest.mark.parametrize("world", [2, 8, 16])
-def test_64_mb_of_values_take_less_than_200_mb(world: int, quantizer: Quantizer) -> None:
+def test_64_mb_of_values_take_less_than_200_mb(world: int, quantizer: Codec) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         plan = plan_for(64 * MB // dtype.itemsize, quantizer, world, dtype)
         assert plan.memory_nbytes < 200 * MB
@@ -48,7 +48,7 @@ def test_64_mb_of_values_take_less_than_200_mb(world: int, quantizer: Quantizer)
 
 
 def test_the_need_does_not_grow_with_the_tensor_or_the_fusion_buffer() -> None:
-    for quantizer in (MaxMin(4, 512), Identity()):
+    for quantizer in (MaxMin(4, 512), RAW):
         once = plan_for(16 * MB, quantizer, 8).memory_nbytes
         assert plan_for(64 * MB, quantizer, 8).memory_nbytes <= 1.01 * once
         assert plan_for(16 * MB, quantizer, 8, fusion_nbytes=1024 * MB).memory_nbytes == once
@@ -60,7 +60,7 @@ def test_a_small_tensor_takes_little() -> None:
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.bits} bits, {q.block}")
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_slices_shrink_to_whatever_a_group_may_take(world: int, quantizer: Quantizer) -> None:
+def test_slices_shrink_to_whatever_a_group_may_take(world: int, quantizer: Codec) -> None:
     numel = 2_000_003
     for limit_nbytes in (64 * MB, 4 * MB, SEGMENT_FLOOR_NBYTES):
         plan = plan_for(numel, quantizer, world, limit_nbytes=limit_nbytes)
@@ -100,7 +100,7 @@ def test_a_ring_takes_no_more_than_the_slots_of_its_hops_and_sums() -> None:
     ids=["16 nodes of 4", "a grid of 16 nodes of 4", "64 nodes of 1", "nodes that share no memory"],
 )
 def test_no_node_needs_more_than_allowed(
-    topology: Topology, nodes: tuple[int, ...], numel: int, quantizer: Quantizer, limit_nbytes: int
+    topology: Topology, nodes: tuple[int, ...], numel: int, quantizer: Codec, limit_nbytes: int
 ) -> None:
     """A node that owns an empty chunk needs less than the others, and so does a rank that adds nothing up."""
     for rank in range(len(nodes)):

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, MaxMin
 from torch_cgx.config import LinkCosts, Settings
 from torch_cgx.group.bootstrap.topology import Chooser
 from torch_cgx.plan.algorithms import Topology
@@ -24,7 +24,7 @@ def chooser(nodes: list[str], reduction: str = "AUTO", link: LinkCosts = DEAR, r
 
 
 def chosen(it: Chooser, *bits: int) -> str:
-    layers = [Layer(SMALL, Identity() if each == 32 else MaxMin(each, 512)) for each in bits]
+    layers = [Layer(SMALL, RAW if each == 32 else MaxMin(each, 512)) for each in bits]
     return it.topology_for(layers, 4, LINK_CHUNK_NBYTES * it.topology.n_chunks).algorithm
 
 
@@ -35,8 +35,8 @@ def test_a_grid_is_chosen_where_messages_are_dear() -> None:
 
 def test_exact_values_of_16_bits_keep_sra_because_a_grid_would_send_them_as_float32() -> None:
     it, slice_nbytes = chooser(HOSTS), LINK_CHUNK_NBYTES * len(HOSTS)
-    assert it.topology_for([Layer(SMALL, Identity())], 2, slice_nbytes).algorithm == "SRA"
-    assert it.topology_for([Layer(SMALL, Identity())], 4, slice_nbytes).algorithm == "GRID"
+    assert it.topology_for([Layer(SMALL, RAW)], 2, slice_nbytes).algorithm == "SRA"
+    assert it.topology_for([Layer(SMALL, RAW)], 4, slice_nbytes).algorithm == "GRID"
 
 
 def test_one_layer_below_4_bits_is_enough_to_keep_sra() -> None:

@@ -19,6 +19,7 @@ from tests.support.kernel_cases import DTYPES, Guarded, payload_nbytes, piece_fo
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from torch_cgx.codecs import MaxMin
 from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.reference import ReferenceKernels
 from torch_cgx.kernels.triton import TritonKernels
@@ -355,9 +356,9 @@ def test_what_does_not_fit_is_refused_with_what_was_expected() -> None:
     with pytest.raises(TypeError, match="values at 4 bits: expected float32, float16 or bfloat16, got float64"):
         kernels.decode((piece,), slot, torch.zeros(64, dtype=torch.float64))
     with pytest.raises(ValueError, match="bits of a piece: expected 1 to 8, or 32, got 9"):
-        kernels.decode((Piece(0, 64, 9, 32, 0, 0),), torch.zeros(99, dtype=torch.uint8), torch.zeros(64))
+        kernels.decode((Piece(0, 64, 9, 32, 0, 0, MaxMin.kind),), torch.zeros(99, dtype=torch.uint8), torch.zeros(64))
     with pytest.raises(ValueError, match="block of a piece: expected at least 1, got 0"):
-        kernels.decode((Piece(0, 64, 4, 0, 0, 0),), torch.zeros(99, dtype=torch.uint8), torch.zeros(64))
+        kernels.decode((Piece(0, 64, 4, 0, 0, 0, MaxMin.kind),), torch.zeros(99, dtype=torch.uint8), torch.zeros(64))
     with pytest.raises(ValueError, match="residual: expected it on cpu, got meta"):
         kernels.encode((piece,), torch.zeros(64), slot, NEAREST, torch.zeros(64, device="meta"))
     for residual in (torch.zeros(63), torch.zeros(64, dtype=torch.float64), torch.zeros(128)[::2]):

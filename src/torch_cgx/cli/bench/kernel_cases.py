@@ -204,7 +204,7 @@ def layer_cases(buffers: Buffers, widths: Sequence[int], block: int, levels: Seq
     """
     dtype = torch.float32
     layers = mixed_layers(buffers.numel, widths, block)
-    totals = {bits: sum(layer.numel for layer in layers if layer.quantizer.bits == bits) for bits in widths}
+    totals = {bits: sum(layer.numel for layer in layers if layer.codec.bits == bits) for bits in widths}
     bounds = [0, *accumulate(totals.values())]
     single = [
         (start, end, _one_chunk((Layer(end - start, MaxMin(bits, block)),), dtype))

@@ -65,8 +65,13 @@ def in_force(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], l
     given = {name: environ[name] for name in _KNOWN if environ.get(name, "").strip()}
     complaints = {name: complaint for name, value in given.items() if (complaint := _complaint(name, value))}
     valid = {name: value for name, value in given.items() if name not in complaints}
-    values = asdict(config.compression_from_environ(valid)) | asdict(config.Settings.from_environ(valid))
-    program = scopes.asked()
+    try:
+        compression = config.compression_from_environ(valid)
+    except ValueError as error:  # each by itself is right
+        complaints["together"] = str(error)
+        compression = config.EXACT
+    values = asdict(compression) | asdict(config.Settings.from_environ(valid))
+    program = {name: value for name, value in asdict(scopes.asked()).items() if value is not None}
     settings = []
     for name, variable in config.VARIABLES.items():
         origin = VARIABLE if variable in valid else NOT_VALID if variable in complaints else DEFAULT

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 
-from torch_cgx.codecs import Identity, MaxMin
+from torch_cgx.codecs import RAW, Codec, MaxMin
 from torch_cgx.plan.costs import Costs, Speeds, Wire, choose
 from torch_cgx.plan.simulate import Size, Timing
 from torch_cgx.plan.simulate_classes import MOST_NODES, Cluster, simulate_cluster
@@ -163,15 +163,15 @@ class Plan:
         """Time one all_reduce of so many values by itself; without a way, by the exact backend."""
         site = self.site
         itemsize = 2 if contestant == FP16 else _ITEMSIZE
-        quantizer = _quantizer(contestant, site.block)
+        codec = _codec(contestant, site.block)
         nbytes = numel * itemsize
         if way is not None:
-            operation = _Operation(self.cluster(contestant, numel, nodes, way), numel, itemsize, quantizer)
+            operation = _Operation(self.cluster(contestant, numel, nodes, way), numel, itemsize, codec)
             return self._simulate_ours(operation, nodes, way)
         cluster, costs = Cluster(nodes, site.ranks, "RING", flat=True), self._exact_costs(nodes)
         goal, least = _EXACT_SLICES[site.device]
         slices = max(1, min(goal, round(nbytes / least)))
-        timing = _simulate(_Operation(cluster, numel, itemsize, quantizer), slices, costs, site.most_nodes)
+        timing = _simulate(_Operation(cluster, numel, itemsize, codec), slices, costs, site.most_nodes)
         if site.tree and nodes > 1:
             timing = min(timing, _tree(cluster, nbytes, costs), key=lambda each: each.seconds)
         if contestant != FP16 or cluster.world == 1:
@@ -187,10 +187,10 @@ class Plan:
             return replace(cluster, algorithm=way.algorithm)
         if nodes == 1:
             return cluster
-        quantizer, shares = _quantizer(contestant, site.block), cluster.shares
-        payload = quantizer.payload_nbytes(numel, _ITEMSIZE)
+        codec, shares = _codec(contestant, site.block), cluster.shares
+        payload = codec.payload_nbytes(numel, _ITEMSIZE)
         slice_nbytes = self._slice_nbytes(cluster, numel * _ITEMSIZE, payload)
-        sizes = (numel * _ITEMSIZE / shares, payload / shares, quantizer.bits, slice_nbytes / shares)
+        sizes = (numel * _ITEMSIZE / shares, payload / shares, codec.bits, slice_nbytes / shares)
         return replace(cluster, algorithm=choose(nodes, *sizes, self._costs(nodes, way)))
 
     def _slice_nbytes(self, cluster: Cluster, nbytes: int, payload_nbytes: int) -> int:
@@ -208,7 +208,7 @@ class Plan:
 
     def _simulate_ours(self, operation: _Operation, nodes: int, way: Way) -> Timing:
         nbytes = operation.numel * operation.itemsize
-        payload = operation.quantizer.payload_nbytes(operation.numel, operation.itemsize)
+        payload = operation.codec.payload_nbytes(operation.numel, operation.itemsize)
         slices = ceil(nbytes / self._slice_nbytes(operation.cluster, nbytes, payload))
         gpu = self.site.device == "gpu"
         lag = 1 if gpu else link_lag(operation.cluster.depth) if nodes > 1 else 0
@@ -252,17 +252,17 @@ class _Operation:
     cluster: Cluster
     numel: int
     itemsize: int
-    quantizer: Identity | MaxMin
+    codec: Codec
 
 
 @lru_cache(maxsize=4096)
 def _simulate(
     operation: _Operation, slices: int, costs: Costs, most: int, *, rounds: bool = False, lag: int = 1
 ) -> Timing:
-    cluster, quantizer, itemsize = operation.cluster, operation.quantizer, operation.itemsize
+    cluster, codec, itemsize = operation.cluster, operation.codec, operation.itemsize
     values = operation.numel / slices / cluster.n_chunks
-    payload = quantizer.payload_nbytes(operation.numel, itemsize) / slices / cluster.n_chunks
-    size = Size(values * itemsize, payload, values * itemsize, quantizer.bits == 32)
+    payload = codec.payload_nbytes(operation.numel, itemsize) / slices / cluster.n_chunks
+    size = Size(values * itemsize, payload, values * itemsize, codec.is_exact)
     return simulate_cluster(cluster, size, slices, costs, most=most, rounds=rounds, lag=lag)
 
 
@@ -281,5 +281,5 @@ def _tree(cluster: Cluster, nbytes: float, costs: Costs) -> Timing:
     return Timing(costs.start_s + latency + slowest + kernel, kernel, 0.0, (link,), link)
 
 
-def _quantizer(contestant: str, block: int) -> Identity | MaxMin:
-    return Identity() if contestant in (EXACT, FP16) else MaxMin(int(contestant.split()[0]), block)
+def _codec(contestant: str, block: int) -> Codec:
+    return RAW if contestant in (EXACT, FP16) else MaxMin(int(contestant.split()[0]), block)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_cgx import _native
-from torch_cgx.codecs import Identity
+from torch_cgx.codecs import RAW
 from torch_cgx.engines.cuda.device import Device
 from torch_cgx.engines.cuda.exchange import Arrival, to_host
 from torch_cgx.engines.host.native import Prepared, SharedGroup
@@ -127,7 +127,7 @@ def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], r
                 if is_sent
                 else [Receive(slot, peer, exact=True), Decode(slot, len(chunks))]
             )
-            piece = Piece(offset, numel, Identity().bits, Identity().block, numel, payload=0)
+            piece = Piece.of(RAW, offset, numel)
             chunks.append(Chunk((piece,), nbytes, _DTYPE.itemsize))
             offset += numel
     tables = Tables(world)

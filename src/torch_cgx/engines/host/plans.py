@@ -154,7 +154,7 @@ class Tables:
     def _add_pieces(self, pieces: Sequence[Piece]) -> tuple[int, int]:
         """Append rows, and return the first one's number and their count."""
         first = len(self._pieces)
-        self._pieces.extend((p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits) for p in pieces)
+        self._pieces.extend((p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits, p.kind) for p in pieces)
         return first, len(pieces)
 
     def build(self, lib: ctypes.CDLL, dtype: int) -> int:
@@ -245,7 +245,7 @@ def make_plan(
     linked = len(homes) > 1
     in_place = by_sockets and linked and len(homes) == topology.world and topology.is_flat and topology.most_chunks == 1
     values_nbytes = sum(layer.numel for layer in layers) * dtype.itemsize
-    payload_nbytes = sum(layer.quantizer.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
+    payload_nbytes = sum(layer.codec.payload_nbytes(layer.numel, dtype.itemsize) for layer in layers)
     largest = largest_slice_nbytes(
         topology.n_chunks,
         topology.world,
@@ -269,7 +269,7 @@ def make_plan(
             break
         if slice_nbytes <= 1024:
             raise SharedMemoryError(
-                f"a block of {max(layer.quantizer.block for layer in layers)} values needs "
+                f"a block of {max(layer.codec.block for layer in layers)} values needs "
                 f"{memory_nbytes} bytes of memory, and the group may take {limit_nbytes}: "
                 "make /dev/shm larger or blocks smaller"
             )

@@ -79,8 +79,8 @@ class Chooser:
             return self.topology  # a grid would sum them in a float32 copy, and send twice the bytes
         nodes, shares = self.topology.n_nodes, self.topology.shares
         values = sum(layer.numel for layer in layers) * itemsize
-        payload = sum(layer.quantizer.payload_nbytes(layer.numel, itemsize) for layer in layers)
-        bits = min(layer.quantizer.bits for layer in layers)
+        payload = sum(layer.codec.payload_nbytes(layer.numel, itemsize) for layer in layers)
+        bits = min(layer.codec.bits for layer in layers)
         sizes = (nodes, values / shares, payload / shares)
         chosen = choose(*sizes, bits, slice_nbytes / shares, self.costs, self.algorithms)
         if chosen == "GRID" and bits < 32 and not self.reported:

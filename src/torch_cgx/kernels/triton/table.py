@@ -129,14 +129,14 @@ def _choose_tile(pieces: Sequence[Piece]) -> int:
     """The power of two that holds the blocks of most values."""
     values: dict[int, int] = {}
     for piece in pieces:
-        if piece.bits != 32 and piece.block % 32 == 0 and piece.block <= _LARGEST_TILE:
+        if not piece.is_raw and piece.block % 32 == 0 and piece.block <= _LARGEST_TILE:
             tile = _power_of_two(piece.block)
             values[tile] = values.get(tile, 0) + piece.numel
     return max(values, key=lambda tile: values[tile]) if values else _TILE
 
 
 def _runs(piece: Piece, itemsize: int, aligned: bool, rows: int, tile: int, tiles: int) -> Iterator[Run]:
-    raw = piece.numel if piece.bits == 32 else piece.raw_tail
+    raw = piece.numel if piece.is_raw else piece.raw_tail
     quantized = piece.numel - raw
     levels = piece.payload + HEADER_NBYTES * -(-quantized // piece.block)
     raw_end, padded_end = _end(piece, itemsize)
@@ -154,7 +154,7 @@ def _runs(piece: Piece, itemsize: int, aligned: bool, rows: int, tile: int, tile
     offset, start = piece.offset + quantized, raw_end - raw * itemsize
     at_once = rows * tile * tiles
     # Eight bytes a value are only summed, never compressed: not worth a way of their own.
-    if raw and piece.bits == 32 and aligned and itemsize < 8:
+    if raw and piece.is_raw and aligned and itemsize < 8:
         yield Run(RAW, 32, 1, offset, raw, start, padded_end, 0, begin=0, step=at_once, end=raw)
         offset, start, raw = offset + raw, raw_end, 0
     if raw or padded_end > raw_end:
@@ -163,7 +163,7 @@ def _runs(piece: Piece, itemsize: int, aligned: bool, rows: int, tile: int, tile
 
 def _end(piece: Piece, itemsize: int) -> tuple[int, int]:
     """Where a piece's payload ends in the slot, and where its padding does."""
-    raw = piece.numel if piece.bits == 32 else piece.raw_tail
+    raw = piece.numel if piece.is_raw else piece.raw_tail
     quantized = piece.numel - raw
     nbytes = HEADER_NBYTES * -(-quantized // piece.block) + -(-quantized * piece.bits // 8) + raw * itemsize
     return piece.payload + nbytes, piece.payload + -(-nbytes // 8) * 8
@@ -185,9 +185,9 @@ def _power_of_two(block: int) -> int:
 
 
 def _check(piece: Piece, itemsize: int) -> None:
-    if piece.bits != 32 and not 1 <= piece.bits <= 8:
+    if not piece.is_raw and not 1 <= piece.bits <= 8:
         raise ValueError(f"bits of a piece: expected 1 to 8, or 32, got {piece.bits}")
-    if piece.bits != 32 and itemsize == 8:
+    if not piece.is_raw and itemsize == 8:
         raise TypeError(f"values at {piece.bits} bits: expected float32, float16 or bfloat16, got float64")
     if piece.block < 1:
         raise ValueError(f"block of a piece: expected at least 1, got {piece.block}")
