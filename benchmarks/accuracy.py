@@ -46,10 +46,14 @@ SETTINGS: dict[str, list[str]] = {
     "4 bits, embeddings 8": ["--bits", "4", "--bucket-size", "1024", "--embedding-bits", "8"],
     "2 bits, error feedback": ["--bits", "2", "--bucket-size", "1024", "--error-feedback"],
     "2 bits": ["--bits", "2", "--bucket-size", "1024"],
+    "rotated, 4 bits": ["--bits", "4", "--quantizer", "rotated"],
+    "rotated, 3 bits": ["--bits", "3", "--quantizer", "rotated"],
+    "rotated, 2 bits": ["--bits", "2", "--quantizer", "rotated"],
 }
-GOALS = ("4 bits", "adaptive", "4 bits, embeddings 8")
+ROTATED = ("rotated, 4 bits", "rotated, 3 bits", "rotated, 2 bits")
+GOALS = ("4 bits", "adaptive", "4 bits, embeddings 8", *ROTATED)
 WITH_EMBEDDINGS = "4 bits, embeddings 8"  # for models that have some
-FEW = (EXACT, "4 bits", "adaptive")
+FEW = (EXACT, "4 bits", "adaptive", *ROTATED)
 DIGITS = "digits"  # not a file: the example finds them in the package scikit-learn
 
 
@@ -136,6 +140,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data", metavar="DIR")
     parser.add_argument("--seeds", type=int, default=5, help=f"how many, 2 to {len(STUDENT) + 1}")
     parser.add_argument("--only", choices=TASKS, action="append", help="one task; may be given several times")
+    parser.add_argument("--setting", choices=SETTINGS, action="append", help="one setting, as --only")
     parser.add_argument("--json", type=Path, help="the file of runs (the newest in benchmarks/results)")
     parser.add_argument("--stored", action="store_true", help="run nothing: leave out what the JSON file has not whole")
     parser.add_argument("--doc", type=Path, help="write the table into this file, between its markers")
@@ -144,7 +149,12 @@ def main() -> int:
     if not 2 <= options.seeds <= len(STUDENT) + 1:
         parser.error(f"--seeds {options.seeds}: expected 2 to {len(STUDENT) + 1}")
     options.json = options.json or newest_or_new("accuracy.json")
-    tasks = {name: task for name, task in TASKS.items() if name in (options.only or TASKS)}
+    asked = options.setting or SETTINGS
+    tasks = {
+        name: replace(task, settings=tuple(setting for setting in task.settings if setting in asked))
+        for name, task in TASKS.items()
+        if name in (options.only or TASKS)
+    }
     runs: Runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else {}
     if options.stored:
         tasks = stored(runs, tasks, options.seeds)

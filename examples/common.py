@@ -33,7 +33,8 @@ def flags(doc: str | None, *, epochs: int, batch: int, lr: float) -> argparse.Ar
     parser.add_argument(
         "--adaptive", action="store_true", help="bits layer by layer, with no more error than --bits everywhere"
     )
-    parser.add_argument("--bucket-size", type=int, default=1024, help="how many values share one min and unit")
+    parser.add_argument("--bucket-size", type=int, default=1024, help="how many values share a header")
+    parser.add_argument("--quantizer", choices=["maxmin", "rotated"], default="maxmin", help="rotated: 1 to 4 bits")
     parser.add_argument("--layer-min-size", type=int, default=1024, help="layers with fewer values travel exactly")
     parser.add_argument("--error-feedback", action="store_true", help="send later what rounding lost; use below 4 bits")
     parser.add_argument("--epochs", type=float, default=epochs)
@@ -76,7 +77,11 @@ def distribute(
     state = CGXState.from_model(
         ddp,
         layer_min_size=options.layer_min_size,
-        compression_params={"bits": options.bits, "bucket_size": options.bucket_size},
+        compression_params={
+            "bits": options.bits,
+            "bucket_size": options.bucket_size,
+            "quantizer": options.quantizer,
+        },
         overrides=overrides,
         error_feedback=options.error_feedback,
         adaptive=AdaptiveBits() if options.adaptive else None,
