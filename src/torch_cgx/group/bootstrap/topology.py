@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch_cgx.codecs import RAW
 from torch_cgx.config import LinkCosts, Settings
 from torch_cgx.plan.algorithms import Topology, grid, hierarchical
 from torch_cgx.plan.costs import ETHERNET, LEAST_BITS, Costs, choose, estimate
