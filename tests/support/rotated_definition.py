@@ -1,41 +1,35 @@
-"""The rotated quantizer of docs/wire_format.md, one float32 number at a time, without torch: what the oracle is held to.
+"""The rotated quantizer of docs/wire_format.md, one float32 number at a time, without torch: the oracle must match it.
 
-Lists of numpy's float32 scalars, loops, and the levels as one long integer. Slow; for short pieces.
+Lists of numpy's float32 scalars, loops, and the levels as one long integer. Slow, and for short pieces. The tables are
+read from the page itself. Overflows are part of it: callers ignore numpy's warnings.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire_format.md").read_text(encoding="utf-8")
 F = np.float32
 Floats = list[np.float32]
 Key = tuple[int, int]
 
-NAN_BITS = 0x7FC00000
+_NAN_BITS = 0x7FC00000
 _M32, _M64 = 2**32 - 1, 2**64 - 1
-_MAGNITUDES = {
-    1: "0x1.988454p-1",
-    2: "0x1.cfa592p-2 0x1.82aabap+0",
-    3: "0x1.f5f3f0p-3 0x1.831320p-1 0x1.580a70p+0 0x1.1372f4p+1",
-    4: "0x1.06f3fap-3 0x1.8d5c88p-2 0x1.5042bcp-1 0x1.e27a72p-1 0x1.41985ep+0 0x1.9e384ap+0 0x1.08d58ep+1 0x1.5dc57ep+1",
-}
-_THRESHOLDS = {
-    1: "",
-    2: "0x1.ed54a0p-1",
-    3: "0x1.009030p-2 0x1.1a3790p+0 0x1.871272p+1",
-    4: "0x1.111d66p-4 0x1.177494p-2 0x1.474fb0p-1 0x1.355ba0p+0 0x1.085dfap+1 0x1.b305a4p+1 0x1.70e308p+2",
-}
 
 
-def _numbers(table: dict[int, str]) -> dict[int, Floats]:
-    return {bits: [F(float.fromhex(word)) for word in line.split()] for bits, line in table.items()}
+def _floats(words: str) -> Floats:
+    return [F(float.fromhex(word)) for word in words.split()]
 
 
-M, T = _numbers(_MAGNITUDES), _numbers(_THRESHOLDS)
+_ROWS = re.findall(r"^\| ([1-4]) \| (.*) \| (.*)\|$", PAGE, re.M)
+M = {int(bits): _floats(magnitudes) for bits, magnitudes, _ in _ROWS}
+T = {int(bits): _floats(thresholds) for bits, _, thresholds in _ROWS}
 
 
 def key_of(seed: int = 0, op: int = 0) -> Key:
@@ -134,7 +128,7 @@ class Block:
 
 
 def _nan_block(n: int, bits: int) -> Block:
-    return Block(np.uint32(NAN_BITS).view(F), [0] * n, bits)
+    return Block(np.uint32(_NAN_BITS).view(F), [0] * n, bits)
 
 
 def encode_rotated(y: Floats, bits: int) -> Block:

@@ -18,8 +18,7 @@ __all__ = ["PlainCodec", "Run", "keep_lost", "scaled"]
 class Run:
     """Consecutive coded values of a piece: whole blocks, but that the piece's last block may be incomplete.
 
-    A long piece is worked through in runs. Each starts at a multiple of the block and of 8 values, so at a whole byte of
-    levels.
+    A long piece is worked through in runs. Each starts at a multiple of the block and of 8 values.
     """
 
     piece: Piece
