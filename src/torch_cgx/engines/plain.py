@@ -21,7 +21,7 @@ from torch_cgx.engines.recorder import Trail
 from torch_cgx.errors import CGXTimeoutError
 from torch_cgx.kernels import Kernels
 from torch_cgx.plan.layout import Chunk, Slice
-from torch_cgx.plan.program import Receive, Send
+from torch_cgx.plan.program import Receive, Send, Slot
 from torch_cgx.plan.rounds import Round, rounds_for
 from torch_cgx.plan.schedule import schedule_for
 
@@ -57,7 +57,7 @@ class PlainEngine:
         schedule, rounds = schedule_for(*key), rounds_for(*key)
         slots: dict[str, Tensor] = {}
 
-        def coded(slot: str) -> Chunk:
+        def coded(slot: Slot) -> Chunk:
             shared = schedule.slots[slot]
             return part.joined(shared.chunks).coded(shared.exact)
 
