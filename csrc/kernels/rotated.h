@@ -181,14 +181,14 @@ class RotatedBlocks {
     return quantize();
   }
 
-  // Adds a payload's block to what was rotated (first: instead of it), and multiplies.
-  void accumulate(const uint8_t* levels, float scale, bool first, float factor) {
+  // Adds a payload's block to what was rotated, or (onto_y 0) puts it in its place, and multiplies.
+  void accumulate(const uint8_t* levels, float scale, bool onto_y, float factor) {
     constexpr int lanes = Level::kLanes;
     const auto scales = Level::splat(scale), factors = Level::splat(factor);
     typename Level::Ints top = Level::splat_int(0);
     for (int64_t i = 0; i < n_; i += lanes) {
       const auto decoded = Level::mul(scales, codebook_(levels + i));
-      const auto sum = Level::mul(first ? decoded : Level::add(Level::load(y_ + i), decoded), factors);
+      const auto sum = Level::mul(onto_y ? Level::add(Level::load(y_ + i), decoded) : decoded, factors);
       Level::store(y_ + i, sum);
       top = Level::max(top, Level::bits(Level::magnitude(sum)));
     }

@@ -35,7 +35,7 @@ class _Underway:
     schedule: Schedule
     rounds: tuple[tuple[Round, ...], ...]
     room_nbytes: int  # of the longest payload
-    slots: dict[str, Tensor] = field(default_factory=dict)
+    slots: dict[Slot, Tensor] = field(default_factory=dict)
     arriving: list[Arrival] = field(default_factory=list)
 
     def coded(self, slot: Slot) -> Chunk:
