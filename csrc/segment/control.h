@@ -1,6 +1,6 @@
 // The control segment: what ranks of a group tell each other besides payloads.
 //
-// Rules of the protocol (docs/design.md tells them in full, engine/model/slices.pml is checked by spin):
+// Rules of the protocol (docs/engine.md tells them in full, engine/model/slices.pml is checked by spin):
 //
 // - flag: the writer of a slot stores the slice's number there, with release, once the payload is whole.
 // - done: a rank stores the number of the slice that it has left behind; it will read nothing of it any more.

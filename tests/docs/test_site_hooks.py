@@ -30,7 +30,7 @@ def hooks() -> ModuleType:
         ("frameworks.md", "[a](../examples/demo.py)", "[a](source/examples/demo.py.md)"),
         ("frameworks.md", "[a](hook.md#below-4-bits)", "[a](hook.md#below-4-bits)"),
         ("reliability.md", "[a](../CONTRIBUTING.md)", "[a](contributing.md)"),
-        ("contributing.md", "[a](docs/design.md#words)", "[a](design.md#words)"),
+        ("contributing.md", "[a](docs/architecture.md#words)", "[a](architecture.md#words)"),
         ("source/examples/demo.py.md", "[a](../docs/hook.md)", "[a](../../hook.md)"),
         ("hook.md", "[a](../examples/nowhere.py)", "[a](../examples/nowhere.py)"),
         ("hook.md", "[a](https://example.org/b.md)", "[a](https://example.org/b.md)"),

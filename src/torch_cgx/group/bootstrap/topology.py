@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch_cgx.codecs import RAW
 from torch_cgx.config import LinkCosts, Settings
 from torch_cgx.plan.algorithms import Topology, grid, hierarchical
 from torch_cgx.plan.costs import ETHERNET, LEAST_BITS, Costs, choose, estimate
@@ -83,7 +84,7 @@ class Chooser:
         bits = min(layer.codec.bits for layer in layers)
         sizes = (nodes, values / shares, payload / shares)
         chosen = choose(*sizes, bits, slice_nbytes / shares, self.costs, self.algorithms)
-        if chosen == "GRID" and bits < 32 and not self.reported:
+        if chosen == "GRID" and bits < RAW.bits and not self.reported:
             self.reported = True
             rows = grid.n_rows(nodes)
             sra_s, grid_s = (estimate(name, *sizes, slice_nbytes / shares, self.costs) for name in ("SRA", "GRID"))
