@@ -30,12 +30,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.matrix
 def test_every_contestant_trains_and_is_told_apart(tmp_path: Path) -> None:
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
-    done = bench("--bits", "8,4,adaptive", "--json", str(output), "--plot", str(plot))
+    done = bench("--bits", "8,4,rotated-2,adaptive", "--json", str(output), "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(output.read_text())
     assert (result["schema"], result["kind"], result["link"]) == ("cgx-bench", "train", None)
     cells = {cell["contestant"]: cell for cell in result["cells"]}
-    assert list(cells) == ["ideal", "gloo", "fp16", "powersgd", "cgx-8", "cgx-4", "adaptive"]
+    assert list(cells) == ["ideal", "gloo", "fp16", "powersgd", "cgx-8", "cgx-4", "rotated-2", "adaptive"]
     exact = 4 * result["model"]["parameters"]
     assert cells["ideal"]["sent_nbytes"] == 0
     assert cells["ideal"]["in_step_s"] > 0
@@ -45,6 +45,7 @@ def test_every_contestant_trains_and_is_told_apart(tmp_path: Path) -> None:
     assert cells["powersgd"]["sent_nbytes"] < exact / 20
     assert 7.5 < exact / cells["cgx-4"]["sent_nbytes"] < 8
     assert 3.8 < exact / cells["cgx-8"]["sent_nbytes"] < 4
+    assert 15 < exact / cells["rotated-2"]["sent_nbytes"] < 16
     assert sum(bucket["numel"] for bucket in result["buckets"]) == result["model"]["parameters"]
     ready = [bucket["ready_s"] for bucket in result["buckets"]]
     assert len(ready) > 1
