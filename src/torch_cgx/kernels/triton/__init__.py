@@ -1,9 +1,9 @@
 """The kernels in Triton, on CUDA (or ROCm) tensors; on CPU tensors under Triton's interpreter, for tests.
 
-One launch a call, enqueued on the current stream, without waiting for the device; pieces whose block is not a
-multiple of 32, or longer than 4096, take a second one to encode. This file checks, keeps tables on the device, and
-launches; `encode.py` and `decode.py`, with the files that they import, have what runs there. Triton is
-imported when `TritonKernels` is made, not before.
+One launch per call, enqueued on the current stream, without waiting for the device; one for each codec where a table
+has pieces of both. Pieces whose block is not a multiple of 32, or longer than 4096, take one more to encode. This file
+checks, keeps tables on the device, and launches; `encode.py`, `decode.py` and `rotated.py`, with the files that they
+import, have what runs there. Triton is imported when `TritonKernels` is made, not before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,8 +68,11 @@ class TritonKernels:
     def decode(self, pieces: Sequence[Piece], payload: Tensor, values: Tensor, *, add: bool = False) -> None:
         kept = self._checked(pieces, values, payload)
         number, bits_dtype = _TYPES[values.dtype]
-        constants = {**kept.constants, "TYPE": number, "ADD": add}
-        self._launch(self._code.decode_kernel, kept.main, (values.view(bits_dtype), payload.data_ptr()), constants)
+        args = (values.view(bits_dtype), payload.data_ptr())
+        constants = {"TYPE": number, "WORDS": kept.table.words, "ADD": add}
+        if kept.rotated is not None:
+            self._launch(self._code.decode_rotated_kernel, kept.rotated, args, constants)
+        self._launch(self._code.decode_kernel, kept.main, args, {**constants, "EXACT": kept.table.exact})
 
     def reduce(
         self,
@@ -84,10 +87,16 @@ class TritonKernels:
         self._encode(pieces, values, payloads, out, scale, rounding, residual, reduce=True)
 
     def sum(self, pieces: Sequence[Piece], values: Tensor, payloads: Sequence[Tensor], scale: float) -> None:
-        """In several launches: a wide copy, one for each payload, and the rounding."""
-        if not pieces:
+        """In one launch, but pieces of the max-min codec: a wide copy, a launch for each payload, and the rounding."""
+        kept = self._checked(pieces, values, *payloads)
+        if kept.rotated is not None:
+            number, bits_dtype = _TYPES[values.dtype]
+            args = (values.view(bits_dtype), _addresses(payloads), len(payloads), _bits(scale))
+            constants = {"TYPE": number, "WORDS": kept.table.words}
+            self._launch(self._code.sum_rotated_kernel, kept.rotated, args, constants)
+        if not kept.table.main_pieces:
             return
-        total = Total.of(pieces, values.dtype, values.device)
+        total = Total.of(kept.table.main_pieces, values.dtype, values.device)
         total.take(values)
         add_payloads(self, total, payloads, values.dtype)
         total.hand_out(values, scale)
@@ -109,28 +118,35 @@ class TritonKernels:
         table = kept.table
         number, bits_dtype = _TYPES[values.dtype]
         bits = values.view(bits_dtype)
-        addresses = _addresses(payloads, out)
+        addresses = _addresses(payloads or [out])
         constants = {"TYPE": number, "WORDS": table.words, "REDUCE": reduce}
         if kept.headers is not None:
-            args = (bits, out.data_ptr(), addresses, len(payloads), _bits(scale))
-            self._launch(self._code.headers_kernel, kept.headers, args, constants)
-        constants |= {**kept.constants, "FLAT": kept.headers is not None}
-        constants |= {"STOCHASTIC": rounding.stochastic, "RESIDUAL": residual is not None}
+            summed = (bits, out.data_ptr(), addresses, len(payloads), _bits(scale))
+            self._launch(self._code.headers_kernel, kept.headers, summed, constants)
+        constants["RESIDUAL"] = residual is not None
         lost = values if residual is None else residual
-        k0, k1 = key(rounding if rounding.stochastic else NEAREST)
-        numbers = (len(payloads), _bits(scale), _bits(1.0 / scale), k0, k1)
-        self._launch(self._code.encode_kernel, kept.main, (bits, out.data_ptr(), lost, addresses, *numbers), constants)
+        reducing = (addresses, len(payloads), _bits(scale), _bits(1.0 / scale))
+        args = (bits, out.data_ptr(), lost, *reducing)
+        if kept.rotated is not None:
+            signs = replace(rounding, rank=0, stage=0) if rounding.stochastic else NEAREST
+            self._launch(self._code.encode_rotated_kernel, kept.rotated, (*args, *key(signs)), constants)
+        constants |= {"EXACT": table.exact, "FLAT": kept.headers is not None, "STOCHASTIC": rounding.stochastic}
+        numbers = key(rounding if rounding.stochastic else NEAREST)
+        self._launch(self._code.encode_kernel, kept.main, (*args, *numbers), constants)
 
     def _launch(self, kernel: Any, part: _OnDevice, args: Sequence[Any], constants: dict[str, Any]) -> None:
         launch = part.launch
         constants = {**constants, "ROWS": launch.rows, "TILE": launch.tile}
+        if launch.bits is not None:
+            constants["BITS"] = launch.bits
+        if not launch.programs:
+            return
         with self._turn, _on(part.runs.device):
             self._enqueue(kernel, launch.programs, (part.programs, part.runs, *args), constants, launch.warps)
 
     def _enqueue(self, kernel: Any, n: int, args: Sequence[Any], constants: dict[str, Any], warps: int) -> None:
         """The one line that calls into Triton."""
-        if n:
-            kernel[(n,)](*args, **constants, num_warps=warps, **OPTIONS)
+        kernel[(n,)](*args, **constants, num_warps=warps, **OPTIONS)
 
     def _checked(self, pieces: Sequence[Piece], values: Tensor, *slots: Tensor) -> _Kept:
         """The table, once it is certain that no piece reaches outside of a tensor."""
@@ -162,8 +178,12 @@ class TritonKernels:
         if self._device == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph is being captured: run the same operation once before, outside of it")
         table = make_table(pieces, values.element_size(), aligned)
-        headers = _OnDevice(table.headers, *table.headers.tensors(values.device)) if table.headers else None
-        kept = _Kept(pieces, table, _OnDevice(table.main, *table.main.tensors(values.device)), headers)
+        main, headers, rotated = (
+            None if launch is None else _OnDevice(launch, *launch.tensors(values.device))
+            for launch in (table.main, table.headers, table.rotated)
+        )
+        assert main is not None
+        kept = _Kept(pieces, table, main, headers, rotated)
         if isinstance(pieces, tuple):  # a list may change
             if len(self._tables) >= _KEPT_TABLES:
                 self._tables.clear()
@@ -184,16 +204,16 @@ class _Kept:
     table: Table
     main: _OnDevice
     headers: _OnDevice | None
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {"BITS": self.table.bits, "EXACT": self.table.exact, "WORDS": self.table.words}
+    rotated: _OnDevice | None
 
 
 class _Code(NamedTuple):
     encode_kernel: Any
     headers_kernel: Any
     decode_kernel: Any
+    encode_rotated_kernel: Any
+    decode_rotated_kernel: Any
+    sum_rotated_kernel: Any
     interpreted: bool
 
 
@@ -213,18 +233,26 @@ def _import_code() -> _Code:
         )
     from torch_cgx.kernels.triton.decode import decode_kernel
     from torch_cgx.kernels.triton.encode import encode_kernel, headers_kernel
+    from torch_cgx.kernels.triton.rotated import decode_rotated_kernel, encode_rotated_kernel, sum_rotated_kernel
 
-    return _Code(encode_kernel, headers_kernel, decode_kernel, not isinstance(encode_kernel, JITFunction))
+    return _Code(
+        encode_kernel,
+        headers_kernel,
+        decode_kernel,
+        encode_rotated_kernel,
+        decode_rotated_kernel,
+        sum_rotated_kernel,
+        interpreted=not isinstance(encode_kernel, JITFunction),
+    )
 
 
-def _addresses(payloads: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
+def _addresses(slots: Sequence[Tensor]) -> tuple[int, ...]:
     """2 * address + 1 of each payload, and so many more that their number, for which is compiled, is a power of two.
 
     Odd, because Triton compiles once more for each pattern of arguments that are multiples of 16.
     """
-    slots = [*payloads] or [out]
     room = 1 << (len(slots) - 1).bit_length()
-    return tuple(2 * slot.data_ptr() + 1 for slot in slots + slots[:1] * (room - len(slots)))
+    return tuple(2 * slot.data_ptr() + 1 for slot in [*slots] + [slots[0]] * (room - len(slots)))
 
 
 def _bits(x: float) -> int:

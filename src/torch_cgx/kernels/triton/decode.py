@@ -47,7 +47,7 @@ def _decode_whole(
     mask = (c < span) & (r[:, None] >= 0)
     for first in range(begin, end, ROWS * span):
         pointer = aligned_pointer(slot, headers + first // span * 8, tl.float32) + r * 2
-        levels = whole_levels(slot, levels_at + (first >> 5) * (4 * BITS), span, BITS, EXACT, ROWS, TILE)
+        levels = whole_levels(slot, levels_at + (first >> 5) * (4 * BITS), span, ROWS, BITS, EXACT, ROWS, TILE)
         x = tl.load(pointer + 1)[:, None] + tl.load(pointer)[:, None] * levels.to(tl.float32)
         if ADD:
             x = widen(load_tile(values, offset + first, index, mask, ALIGN, not EXACT), TYPE) + x

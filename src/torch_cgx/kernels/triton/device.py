@@ -11,11 +11,12 @@ NaN are ours.
 import triton
 import triton.language as tl
 
-from torch_cgx.kernels.triton.table import EDGE, FIELDS, FLAT, RAW, TAIL, WHOLE
+from torch_cgx.kernels.triton.table import EDGE, FIELDS, FLAT, RAW, ROTATED, TAIL, WHOLE
 
 EDGE_RUN = tl.constexpr(EDGE)
 FLAT_RUN = tl.constexpr(FLAT)
 RAW_RUN = tl.constexpr(RAW)
+ROTATED_RUN = tl.constexpr(ROTATED)
 TAIL_RUN = tl.constexpr(TAIL)
 WHOLE_RUN = tl.constexpr(WHOLE)
 _FIELDS = tl.constexpr(FIELDS)
@@ -59,10 +60,27 @@ def narrow(x, TYPE: tl.constexpr):
 
 
 @triton.jit
-def aligned_pointer(slot, offset, element: tl.constexpr):
-    """To an element of a slot whose address, like the offset, is a multiple of 8."""
+def double(bits):
+    """A float64 argument, which comes as its bits: Triton passes floats as float32."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def random_pair(pair, key):
+    """The hash that two neighbouring values share."""
+    u = pair * 0x9E3779B1 + key[0]
+    u ^= u >> 16
+    u = u * 0x7FEB352D + key[1]
+    u ^= u >> 15
+    u = u * 0x846CA68B
+    return u ^ (u >> 16)
+
+
+@triton.jit
+def aligned_pointer(slot, offset, element: tl.constexpr, ALIGN: tl.constexpr = 8):
+    """To an element of a slot at a multiple of 8, where the offset is one of ALIGN."""
     base = tl.multiple_of(slot.to(tl.pointer_type(tl.uint8)), 8)
-    return (base + ((offset >> 3) << 3)).to(tl.pointer_type(element))
+    return (base + (offset // ALIGN) * ALIGN).to(tl.pointer_type(element))
 
 
 @triton.jit
@@ -98,13 +116,23 @@ def store_tile(pointer, offset, index, bits, mask, ALIGN: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def whole_levels(slot, offset, span, BITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The levels of a tile. Four of them lie in at most 32 bits, which one or two words hold."""
-    row = tl.arange(0, ROWS)[:, None] * (span // 32 * BITS)
+def whole_levels(
+    slot,
+    offset,
+    span,
+    rows,
+    BITS: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr = 8,
+):
+    """The levels of a tile, `span` in each of `rows` rows. Four lie in at most 32 bits, which one or two words hold."""
+    row = tl.arange(0, ROWS)[:, None]
     quad = tl.arange(0, TILE // 4)[None, :]
-    inside = (quad * 4 < span) & (row >= 0)
+    inside = (quad * 4 < span) & (row < rows)
     shift = (quad * (4 * BITS)) & 31
-    words = aligned_pointer(slot, offset, tl.uint32) + row + ((quad * (4 * BITS)) >> 5)
+    words = aligned_pointer(slot, offset, tl.uint32, ALIGN) + row * (span // 32 * BITS) + ((quad * (4 * BITS)) >> 5)
     if EXACT:
         packed = tl.load(words) >> shift.to(tl.uint32)
     else:
@@ -182,4 +210,5 @@ def own_run(programs, runs):
     step = tl.load(row + 9)
     begin = tl.load(row + 8) + (pid - tl.load(row + 7)) * step
     end = tl.minimum(begin + step, tl.load(row + 10))
-    return tl.load(row), (bits, block, tl.load(row + 3), numel, tl.load(row + 5), tl.load(row + 6)), begin, end
+    run = (bits, block, tl.load(row + 3), numel, tl.load(row + 5), tl.load(row + 6), tl.load(row + 11))
+    return tl.load(row), run, begin, end

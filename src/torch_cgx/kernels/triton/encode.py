@@ -13,11 +13,13 @@ from torch_cgx.kernels.triton.device import (
     WHOLE_RUN,
     aligned_pointer,
     decoded,
+    double,
     header_of,
     load_tile,
     narrow,
     own_run,
     payload_address,
+    random_pair,
     store_tile,
     whole_levels,
     widen,
@@ -28,12 +30,6 @@ from torch_cgx.kernels.triton.write import write_header, write_header_of, write_
 INF = tl.constexpr(float("inf"))
 _SMALLEST_UNIT = tl.constexpr(2.0**-126)
 _WHOLE_FROM = tl.constexpr(2.0**23)  # float32 of this size and above are whole numbers
-
-
-@triton.jit
-def _double(bits):
-    """A float64 argument, which comes as its bits: Triton passes floats as float32."""
-    return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -62,13 +58,7 @@ def _levels(x, lo, inv, index, base, bits, key, mask, STOCHASTIC: tl.constexpr):
         odd = (base & 1).to(tl.int32)
         # The low 32 bits of (base + index) >> 1.
         pair = (base >> 1).to(tl.uint32) + ((index + odd) >> 1).to(tl.uint32)
-        u = pair * 0x9E3779B1 + key[0]
-        u ^= u >> 16
-        u = u * 0x7FEB352D + key[1]
-        u ^= u >> 15
-        u = u * 0x846CA68B
-        u ^= u >> 16
-        random = (u >> (((index + odd) & 1) << 4).to(tl.uint32)) & 0xFFFF
+        random = (random_pair(pair, key) >> (((index + odd) & 1) << 4).to(tl.uint32)) & 0xFFFF
         scaled = position * 65536.0
         scaled = tl.where(scaled < _WHOLE_FROM, (scaled + _WHOLE_FROM) - _WHOLE_FROM, scaled)
         level = (scaled.to(tl.int32) + random.to(tl.int32)) >> 16
@@ -127,7 +117,7 @@ def _encode_whole(
             for k in range(count):
                 other = payload_address(payloads, k)
                 pointer = aligned_pointer(other, header, tl.float32) + r * 2
-                levels = whole_levels(other, levels_from, span, BITS, EXACT, ROWS, TILE)
+                levels = whole_levels(other, levels_from, span, ROWS, BITS, EXACT, ROWS, TILE)
                 step = tl.load(pointer)[:, None] * levels.to(tl.float32)
                 x = x + (tl.load(pointer + 1)[:, None] + step)
             x = x * scale
@@ -139,7 +129,7 @@ def _encode_whole(
             unit, lo, inv = _header(lowest, tl.max(tl.where(mask, y, -INF), axis=1), BITS)
         write_header(aligned_pointer(slot, header, tl.int32) + r * 2, unit, lo)
         levels = _levels(x, lo[:, None], inv[:, None], index, offset + first, BITS, key, mask, STOCHASTIC)
-        write_whole_levels(slot, levels_from, span, levels, BITS, EXACT, ROWS, TILE)
+        write_whole_levels(slot, levels_from, span, ROWS, levels, BITS, EXACT, ROWS, TILE)
         if REDUCE or RESIDUAL:
             decoded = lo[:, None] + unit[:, None] * levels.to(tl.float32)
             if REDUCE:
@@ -264,11 +254,11 @@ def encode_kernel(
     tensors = (values, slot, residual)
     STRIP: tl.constexpr = ROWS * TILE // 4
     if TYPE == F64:
-        reducing = (payloads, count, _double(scale), 1.0)
+        reducing = (payloads, count, double(scale), 1.0)
         encode_raw(tensors, reducing, run, begin, end, True, TYPE, STRIP, RESIDUAL, REDUCE)
     else:
         ALIGN: tl.constexpr = 128 // values.dtype.element_ty.primitive_bitwidth
-        reducing = (payloads, count, _double(scale).to(tl.float32), _double(unscale).to(tl.float32))
+        reducing = (payloads, count, double(scale).to(tl.float32), double(unscale).to(tl.float32))
         key = (k0.to(tl.uint32), k1.to(tl.uint32))
         if kind == WHOLE_RUN:
             for b in tl.static_range(1, 9):
@@ -310,7 +300,7 @@ def headers_kernel(
     """The headers of blocks that flat runs are made of, before `encode_kernel` writes their levels."""
     _kind, run, begin, end = own_run(programs, runs)
     block, numel = run[1], run[3]
-    reducing = (payloads, count, _double(scale).to(tl.float32), 1.0)
+    reducing = (payloads, count, double(scale).to(tl.float32), 1.0)
     r = tl.arange(0, ROWS)
     c = tl.arange(0, TILE)[None, :]
     for first in range(begin, end, ROWS * block):

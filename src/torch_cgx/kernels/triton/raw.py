@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Runs of raw values on the GPU, encoded, reduced and decoded, in Triton's language.
+"""Runs of raw values on the GPU, encoded, reduced, summed and decoded, in Triton's language.
 
 Their row has in the place of headers where their bytes start, of levels where their padding ends. A tail may start at
 any byte; other raw runs are aligned.
@@ -21,6 +21,17 @@ def _raw_bits(slot, start, index, mask, NBYTES: tl.constexpr, TAIL: tl.constexpr
 
 
 @triton.jit
+def _summed_bits(bits, reducing, at, index, mask, TAIL: tl.constexpr, TYPE: tl.constexpr, element: tl.constexpr):
+    """The sum of these values and those that the payloads have at `at`, scaled, in the tensor's type."""
+    payloads, count, scale, _ = reducing
+    total = widen(bits, TYPE)
+    for k in range(count):
+        other = _raw_bits(payload_address(payloads, k), at, index, mask, element.primitive_bitwidth // 8, TAIL, element)
+        total = total + widen(other, TYPE)
+    return narrow(total * scale, TYPE)
+
+
+@triton.jit
 def encode_raw(
     tensors,
     reducing,
@@ -34,7 +45,6 @@ def encode_raw(
     REDUCE: tl.constexpr,
 ):
     values, slot, residual = tensors
-    payloads, count, scale, _ = reducing
     offset, numel, start, padded = run[2], run[3], run[4], run[5]
     element: tl.constexpr = values.dtype.element_ty
     NBYTES: tl.constexpr = element.primitive_bitwidth // 8
@@ -49,10 +59,7 @@ def encode_raw(
         bits = tl.load(values + offset + first + i, mask=mask, other=0)
         at = start + first * NBYTES
         if REDUCE:
-            total = widen(bits, TYPE)
-            for k in range(count):
-                total = total + widen(_raw_bits(payload_address(payloads, k), at, i, mask, NBYTES, TAIL, element), TYPE)
-            bits = narrow(total * scale, TYPE)
+            bits = _summed_bits(bits, reducing, at, i, mask, TAIL, TYPE, element)
             tl.store(values + offset + first + i, bits, mask=mask)
         if TAIL:
             write_bytes(target + at, i * NBYTES, bits, mask, NBYTES)
@@ -60,6 +67,19 @@ def encode_raw(
             tl.store(aligned_pointer(slot, at, element) + i, bits, mask=mask)
         if RESIDUAL:
             tl.store(residual + offset + first + i, tl.zeros([STRIP], tl.float32), mask=mask)
+
+
+@triton.jit
+def sum_raw(values, reducing, run, begin, end, TAIL: tl.constexpr, TYPE: tl.constexpr, STRIP: tl.constexpr):
+    offset, start = run[2], run[4]
+    element: tl.constexpr = values.dtype.element_ty
+    NBYTES: tl.constexpr = element.primitive_bitwidth // 8
+    i = tl.arange(0, STRIP)
+    for first in range(begin, end, STRIP):
+        mask = first + i < end
+        bits = tl.load(values + offset + first + i, mask=mask, other=0)
+        bits = _summed_bits(bits, reducing, start + first * NBYTES, i, mask, TAIL, TYPE, element)
+        tl.store(values + offset + first + i, bits, mask=mask)
 
 
 @triton.jit

@@ -9,6 +9,9 @@ each run. Kinds of runs:
   are written by a launch before, then values are done in tiles that know nothing of blocks.
 - raw: values that travel raw, from a multiple of 8 bytes on.
 - tail: raw values that may start at any byte, and the zeros after a piece.
+- rotated: blocks of the rotated codec, all of one length; an incomplete last block is a run of its own.
+
+Each codec has kernels of its own, and so a launch. Raw values are done by either.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_cgx.codecs import Rotated
+from torch_cgx.codecs.rotated import KEY_NBYTES, SCALE_NBYTES, rotated_numel
 from torch_cgx.kernels import Piece
 from torch_cgx.kernels.reference import HEADER_NBYTES
 
-__all__ = ["EDGE", "FIELDS", "FLAT", "RAW", "TAIL", "WHOLE", "Launch", "Run", "Table", "make_table"]
+__all__ = ["EDGE", "FIELDS", "FLAT", "RAW", "ROTATED", "TAIL", "WHOLE", "Launch", "Run", "Table", "make_table"]
 
-WHOLE, EDGE, FLAT, RAW, TAIL = range(5)
+WHOLE, EDGE, FLAT, RAW, TAIL, ROTATED = range(6)
 
 _SMALLEST_TILE, _TILE, _LARGEST_TILE = 32, 1024, 4096  # values; a warp holds 1024 of them in 32 registers a thread
+_ROTATED_WARP = 512  # values; with more of them registers do not suffice
 _MANY_PROGRAMS = 4096  # more than fill any GPU; from there on a program does several tiles
 _MOST_TILES = 8  # a program does
 
@@ -38,14 +44,15 @@ class Run(NamedTuple):
     kind: int
     bits: int
     block: int
-    offset: int  # of the piece's first value, or first raw value, in the tensor
-    numel: int  # quantized values of the piece, or raw ones
-    headers: int  # where headers, or raw values, start in the slot
+    offset: int  # of the piece's first value, or first raw value, in the tensor; of a rotated run's own first value
+    numel: int  # quantized values of the piece, or raw ones; of a rotated run its own
+    headers: int  # where headers, or raw values, start in the slot; of a rotated run, its own scales
     levels: int  # where levels start in the slot; of raw values, where the padding after them ends
     first_program: int
     begin: int  # the run's first value and its end, counted from `offset`
     step: int  # values of one program: whole tiles, of edges one block
     end: int
+    key: int = 0  # where the key of a rotated run's piece lies in the slot
 
     @property
     def programs(self) -> int:
@@ -63,6 +70,7 @@ class Launch:
     rows: int
     tile: int
     warps: int
+    bits: int | None  # of all runs that are done in whole tiles, 0 if they differ; None: compiled for any
 
     @property
     def programs(self) -> int:
@@ -87,7 +95,8 @@ class Table:
 
     main: Launch
     headers: Launch | None  # where there are flat runs, before the other, if encoding
-    bits: int  # of all whole runs, 0 if they differ; 1 if there are none
+    rotated: Launch | None
+    main_pieces: Sequence[Piece]  # without those that the rotated launch does
     words: bool  # every slot starts at a multiple of 8 bytes
     exact: bool  # all whole runs have blocks of just a tile
     numel: int
@@ -96,33 +105,50 @@ class Table:
 
 def make_table(pieces: Sequence[Piece], itemsize: int, aligned: bool) -> Table:
     """`aligned`: every slot starts at a multiple of 8 bytes."""
-    tile = _choose_tile(pieces)
+    numel = nbytes = 0
+    for piece in pieces:
+        _check(piece, itemsize)
+        numel = max(numel, piece.offset + piece.numel)
+        nbytes = max(nbytes, _end(piece, itemsize)[1])
+    main_pieces, rotated = _by_launch(pieces)
+    main = _launch(main_pieces, itemsize, aligned, _choose_tile(main_pieces), _TILE)
+    flat = [run for run in main.runs if run.kind == FLAT]
+    return Table(
+        main=main,
+        headers=_headers_launch(flat) if flat else None,
+        rotated=_launch(rotated, itemsize, aligned, _rotated_tile(rotated), _ROTATED_WARP) if rotated else None,
+        main_pieces=main_pieces,
+        words=aligned,
+        exact=all(run.block == main.tile for run in main.runs if run.kind == WHOLE),
+        numel=numel,
+        nbytes=nbytes,
+    )
+
+
+def _by_launch(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], Sequence[Piece]]:
+    """Return the pieces of the main launch, and of the rotated one: raw ones, too, if the main one has nothing else."""
+    rotated = [piece for piece in pieces if piece.kind == Rotated.kind]
+    if not rotated:
+        return pieces, ()
+    others = [piece for piece in pieces if piece.kind != Rotated.kind]
+    if all(piece.is_raw for piece in others):
+        return (), pieces
+    return tuple(others), rotated
+
+
+def _launch(pieces: Sequence[Piece], itemsize: int, aligned: bool, tile: int, warp: int) -> Launch:
+    """`warp`: how many values of a tile a warp holds."""
     rows = max(1, _TILE // tile)
     total = sum(piece.numel for piece in pieces)
     tiles = min(_MOST_TILES, max(1, total // (rows * tile) // _MANY_PROGRAMS))
     runs: list[Run] = []
-    flat: list[Run] = []
-    numel = nbytes = 0
     for piece in pieces:
-        _check(piece, itemsize)
         for run in _runs(piece, itemsize, aligned, rows, tile, tiles):
             first = runs[-1].first_program + runs[-1].programs if runs else 0
             runs.append(run._replace(first_program=first))
-            if run.kind == FLAT:
-                flat.append(run)
-            numel = max(numel, piece.offset + piece.numel)
-            nbytes = max(nbytes, _end(piece, itemsize)[1])
-    whole = [run for run in runs if run.kind == WHOLE]
-    widths = {run.bits for run in whole} or {1}
-    return Table(
-        main=Launch(tuple(runs), rows, tile, warps=rows * tile // _TILE),
-        headers=_headers_launch(flat) if flat else None,
-        bits=widths.pop() if len(widths) == 1 else 0,
-        words=aligned,
-        exact=all(run.block == tile for run in whole),
-        numel=numel,
-        nbytes=nbytes,
-    )
+    widths = {run.bits for run in runs if run.kind in (WHOLE, ROTATED)} or {1}
+    bits = widths.pop() if len(widths) == 1 else 0
+    return Launch(tuple(runs), rows, tile, rows * tile // warp, bits)
 
 
 def _choose_tile(pieces: Sequence[Piece]) -> int:
@@ -135,14 +161,20 @@ def _choose_tile(pieces: Sequence[Piece]) -> int:
     return max(values, key=lambda tile: values[tile]) if values else _TILE
 
 
+def _rotated_tile(pieces: Sequence[Piece]) -> int:
+    return max(piece.block for piece in pieces if not piece.is_raw)
+
+
 def _runs(piece: Piece, itemsize: int, aligned: bool, rows: int, tile: int, tiles: int) -> Iterator[Run]:
-    raw = piece.numel if piece.is_raw else piece.raw_tail
+    raw = _raw_numel(piece)
     quantized = piece.numel - raw
-    levels = piece.payload + HEADER_NBYTES * -(-quantized // piece.block)
+    levels = piece.payload + _headers_nbytes(piece)
     raw_end, padded_end = _end(piece, itemsize)
     coded = (piece.bits, piece.block, piece.offset, quantized, piece.payload, levels, 0)
     fits = piece.block % 32 == 0 and tile // 2 < piece.block <= tile
-    if quantized and not fits:
+    if piece.kind == Rotated.kind:
+        yield from _rotated_runs(piece, rows, tiles)
+    elif quantized and not fits:
         yield Run(FLAT, *coded, begin=0, step=rows * tile * tiles, end=quantized)
     elif quantized:
         span = rows * piece.block
@@ -161,11 +193,52 @@ def _runs(piece: Piece, itemsize: int, aligned: bool, rows: int, tile: int, tile
         yield Run(TAIL, 32, 1, offset, raw, start, padded_end, 0, begin=0, step=at_once, end=raw)
 
 
+def _rotated_runs(piece: Piece, rows: int, tiles: int) -> Iterator[Run]:
+    """Each run begins at its own first value: an incomplete block is shorter than those before it."""
+    quantized = piece.numel - _raw_numel(piece)
+    whole = quantized // piece.block * piece.block
+    scales, levels = piece.payload + KEY_NBYTES, piece.payload + _headers_nbytes(piece)
+    runs = [(piece.block, 0, whole, rows * piece.block * tiles)] if whole else []
+    if whole < quantized:
+        last = rotated_numel(quantized - whole)
+        runs.append((last, whole, quantized - whole, last))
+    for block, start, numel, step in runs:
+        yield Run(
+            ROTATED,
+            piece.bits,
+            block,
+            offset=piece.offset + start,
+            numel=numel,
+            headers=scales + start // piece.block * SCALE_NBYTES,
+            levels=levels + start * piece.bits // 8,
+            first_program=0,
+            begin=0,
+            step=step,
+            end=numel,
+            key=piece.payload,
+        )
+
+
+def _raw_numel(piece: Piece) -> int:
+    return piece.numel if piece.is_raw else piece.raw_tail
+
+
+def _headers_nbytes(piece: Piece) -> int:
+    """Return the bytes before a piece's levels."""
+    quantized = piece.numel - _raw_numel(piece)
+    blocks = -(-quantized // piece.block)
+    if piece.kind == Rotated.kind:
+        return (KEY_NBYTES if quantized else 0) + SCALE_NBYTES * blocks
+    return HEADER_NBYTES * blocks
+
+
 def _end(piece: Piece, itemsize: int) -> tuple[int, int]:
     """Where a piece's payload ends in the slot, and where its padding does."""
-    raw = piece.numel if piece.is_raw else piece.raw_tail
-    quantized = piece.numel - raw
-    nbytes = HEADER_NBYTES * -(-quantized // piece.block) + -(-quantized * piece.bits // 8) + raw * itemsize
+    raw = _raw_numel(piece)
+    coded = piece.numel - raw
+    if piece.kind == Rotated.kind:
+        coded = Rotated(piece.bits, piece.block).coded_numel(coded)
+    nbytes = _headers_nbytes(piece) + -(-coded * piece.bits // 8) + raw * itemsize
     return piece.payload + nbytes, piece.payload + -(-nbytes // 8) * 8
 
 
@@ -176,7 +249,7 @@ def _headers_launch(flat: Sequence[Run]) -> Launch:
     for run in flat:
         first = runs[-1].first_program + runs[-1].programs if runs else 0
         runs.append(run._replace(first_program=first, step=rows * run.block))
-    return Launch(tuple(runs), rows, tile, warps=4)
+    return Launch(tuple(runs), rows, tile, warps=4, bits=None)
 
 
 def _power_of_two(block: int) -> int:
@@ -185,9 +258,13 @@ def _power_of_two(block: int) -> int:
 
 
 def _check(piece: Piece, itemsize: int) -> None:
-    if not piece.is_raw and not 1 <= piece.bits <= 8:
+    if piece.is_raw:
+        return
+    if piece.kind == Rotated.kind:
+        Rotated(piece.bits, piece.block)
+    elif not 1 <= piece.bits <= 8:
         raise ValueError(f"bits of a piece: expected 1 to 8, or 32, got {piece.bits}")
-    if not piece.is_raw and itemsize == 8:
-        raise TypeError(f"values at {piece.bits} bits: expected float32, float16 or bfloat16, got float64")
-    if piece.block < 1:
+    elif piece.block < 1:
         raise ValueError(f"block of a piece: expected at least 1, got {piece.block}")
+    if itemsize == 8:
+        raise TypeError(f"values at {piece.bits} bits: expected float32, float16 or bfloat16, got float64")

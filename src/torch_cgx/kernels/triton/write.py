@@ -38,7 +38,16 @@ def write_bytes(pointer, where, bits, mask, NBYTES: tl.constexpr):
 
 @triton.jit
 def write_whole_levels(
-    slot, offset, span, levels, BITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+    slot,
+    offset,
+    span,
+    rows,
+    levels,
+    BITS: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr = 8,
 ):
     """Four levels (of 1 bit: eight) become 1, 2 or 4 bytes; of other bits eight become as many bytes as bits."""
     if BITS == 1:
@@ -56,19 +65,19 @@ def write_whole_levels(
         else:
             element: tl.constexpr = tl.int8
         group = tl.arange(0, TILE // GROUP)[None, :]
-        pointers = aligned_pointer(slot, offset, element) + row * (span // GROUP) + group
+        pointers = aligned_pointer(slot, offset, element, ALIGN) + row * (span // GROUP) + group
         if EXACT:
             tl.store(pointers, groups.to(element))
         else:
-            tl.store(pointers, groups.to(element), mask=(group * GROUP < span) & (row >= 0))
+            tl.store(pointers, groups.to(element), mask=(group * GROUP < span) & (row < rows))
     else:
         write_octets(
-            aligned_pointer(slot, offset, tl.uint8),
+            aligned_pointer(slot, offset, tl.uint8, ALIGN),
             groups,
             row * (span // 8 * BITS),
             span,
             BITS,
-            0x7FFFFFFF,
+            rows * (span // 8 * BITS),
             ROWS,
             TILE,
         )
