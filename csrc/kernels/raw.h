@@ -1,4 +1,4 @@
-// Values that travel unquantized: the tails of pieces, and whole pieces of 32 bits. In a payload they may start at any
+// Values that travel unquantized: the tails of pieces, and raw pieces. In a payload they may start at any
 // byte, so they are read with memcpy or with a level's loads, which do not care.
 #pragma once
 

@@ -28,7 +28,10 @@ struct Case {
   std::vector<Bytes> payloads;
 };
 
-int64_t quantized_of(const cgx_piece& p) { return p.bits == 32 ? 0 : p.numel - p.raw_tail; }
+// Tests say 32 bits where values are raw.
+int64_t kind_of(int64_t bits) { return bits == 32 ? CGX_RAW : CGX_MAXMIN; }
+
+int64_t quantized_of(const cgx_piece& p) { return p.kind == CGX_RAW ? 0 : p.numel - p.raw_tail; }
 int64_t blocks_of(const cgx_piece& p) { return (quantized_of(p) + p.block - 1) / p.block; }
 int64_t tail_of(const cgx_piece& p) {
   return quantized_of(p) ? 8 * blocks_of(p) + (quantized_of(p) * p.bits + 7) / 8 : 0;

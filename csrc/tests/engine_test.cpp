@@ -76,7 +76,7 @@ void a_sum_without_a_place_for_it_fails_the_group() {
 }
 
 void a_plan_whose_sum_reads_outside_of_its_slots_is_refused() {
-  const cgx_piece piece = {0, 64, 0, 0, 64, 4};
+  const cgx_piece piece = {0, 64, 0, 0, 64, 4, CGX_MAXMIN};
   const int64_t nbytes = cgx_piece_payload_nbytes(&piece, CGX_FLOAT32);
   const auto is_taken = [&](int64_t slot_nbytes, int64_t input, int64_t n_inputs, int64_t first_piece) {
     const cgx_slot slots[] = {{0, nbytes, 1, 0, 0, CGX_HOME_MEMORY}, {64, slot_nbytes, 1, 1, 0, CGX_HOME_MEMORY}};
@@ -101,7 +101,7 @@ void a_plan_that_leaves_payloads_in_the_tensor_is_checked() {
     int64_t kind = CGX_STEP_ENCODE;
   };
   const auto is_taken = [](const Change& change) {
-    cgx_piece pieces[] = {{8, 13, 0, 0, 1, 32}, {21, 8, 56, 0, 1, 32}};
+    cgx_piece pieces[] = {{8, 13, 0, 0, 1, 32, CGX_RAW}, {21, 8, 56, 0, 1, 32, CGX_RAW}};
     cgx_slot slots[] = {{32, 52, 0, 0, 0, change.kind == CGX_STEP_DECODE ? CGX_HOME_RESULT : CGX_HOME_VALUES},
                         {0, 64, 1, 1, 0, CGX_HOME_MEMORY}};
     cgx_step step = {change.kind, 0, 0, 0, 1, 0, change.kind == CGX_STEP_REDUCE, 0};
@@ -120,7 +120,7 @@ void a_plan_that_leaves_payloads_in_the_tensor_is_checked() {
       {"before the tensor", [](cgx_slot& slot, cgx_piece&, cgx_step&) { slot.offset = -32; }},
       {"at a home that is none", [](cgx_slot& slot, cgx_piece&, cgx_step&) { slot.home = 3; }},
       {"encoded into the result", [](cgx_slot& slot, cgx_piece&, cgx_step&) { slot.home = CGX_HOME_RESULT; }},
-      {"quantized", [](cgx_slot&, cgx_piece& piece, cgx_step&) { piece.bits = 8; }},
+      {"quantized", [](cgx_slot&, cgx_piece& piece, cgx_step&) { piece.kind = CGX_MAXMIN, piece.bits = 8; }},
       {"not at the start of its payload", [](cgx_slot&, cgx_piece& piece, cgx_step&) { piece.payload = 8; }},
       {"of two pieces", [](cgx_slot&, cgx_piece&, cgx_step& step) { step.n_pieces = 2; }},
       {"of a piece that is not there", [](cgx_slot&, cgx_piece&, cgx_step& step) { step.first_piece = 2; }},

@@ -26,7 +26,7 @@ void check(const Case& c, const std::vector<int>& threads, const std::vector<Pla
 Case single(int dtype, int64_t bits, int64_t block, int64_t numel, int64_t raw_tail, bool stochastic) {
   Case c;
   c.dtype = dtype;
-  c.pieces = {{0, numel, 0, raw_tail, block, bits}};
+  c.pieces = {{0, numel, 0, raw_tail, block, bits, kind_of(bits)}};
   c.rounding = {0x1234567890ABCDEFull + uint64_t(numel), 7, 3, 1, stochastic};
   return c;
 }
@@ -107,7 +107,8 @@ Case mixed_table(uint64_t seed, int64_t largest) {
   c.residual = random.below(2);
   for (int64_t n = 1 + random.below(6); n > 0; --n) {
     const int64_t block = kBlocks[random.below(15)], numel = random.below(largest);
-    c.pieces.push_back({0, numel, 0, random.below(2) ? numel % block : 0, block, kWidths[random.below(9)]});
+    const int64_t tail = random.below(2) ? numel % block : 0, bits = kWidths[random.below(9)];
+    c.pieces.push_back({0, numel, 0, tail, block, bits, kind_of(bits)});
   }
   lay_out(c, 1 + random.below(9));
   return c;
@@ -127,8 +128,8 @@ void threads_1_2_and_3() {
   for (uint64_t seed = 1; seed <= (quick ? 2 : 12); ++seed) {
     Case c = mixed_table(seed, largest);
     c.pieces.resize(2);
-    c.pieces[0] = {0, largest - 1, 0, 0, seed % 2 ? 33 : 1024, int64_t(1 + seed % 8)};
-    c.pieces[1] = {0, largest / 2 + 7, 0, 0, seed % 2 ? 65536 : 100, seed % 4 ? 4 : 32};
+    c.pieces[0] = {0, largest - 1, 0, 0, seed % 2 ? 33 : 1024, int64_t(1 + seed % 8), CGX_MAXMIN};
+    c.pieces[1] = {0, largest / 2 + 7, 0, 0, seed % 2 ? 65536 : 100, 4, seed % 4 ? CGX_MAXMIN : CGX_RAW};
     c.numel = c.slot_nbytes = 0;
     lay_out(c, 3);
     prepare(c, seed);
@@ -177,7 +178,7 @@ void random_numbers_past_2_to_the_32() {
   for (int64_t before : {1, 8, 31, 64, 100})
     for (int64_t block : {64, 100, 1024}) {
       const int64_t offset = (int64_t{1} << 32) - before, numel = 300;
-      const cgx_piece piece = {offset, numel, 0, 0, block, 5};
+      const cgx_piece piece = {offset, numel, 0, 0, block, 5, CGX_MAXMIN};
       const cgx_rounding rounding = {5, 6, 7, 1, 1};
       const Bytes values = make_values(CGX_FLOAT32, numel, kOrdinary, 3);
       Bytes first;
@@ -200,7 +201,7 @@ void random_numbers_past_2_to_the_32() {
 void the_callers_rounding_mode() {
   for (int mode : {FE_UPWARD, FE_TOWARDZERO}) {
     Case c = mixed_table(9, 900);
-    c.pieces.assign(2, {0, quick ? 70000 : 400000, 0, 0, 512, 4});
+    c.pieces.assign(2, {0, quick ? 70000 : 400000, 0, 0, 512, 4, CGX_MAXMIN});
     c.numel = c.slot_nbytes = 0;
     lay_out(c, 3);
     prepare(c, 9);
@@ -233,7 +234,7 @@ float widened(const Bytes& values, int dtype, int64_t i) {
 // The quantized values of a case's only piece, decoded but not rounded to its dtype.
 std::vector<float> decoded(const Case& c, const Bytes& payload) {
   const cgx_piece& p = c.pieces[0];
-  const cgx_piece wide = {0, quantized_of(p), 0, 0, p.block, p.bits};
+  const cgx_piece wide = {0, quantized_of(p), 0, 0, p.block, p.bits, p.kind};
   std::vector<float> out(size_t(wide.numel));
   must(cgx_decode(&kOracle, CGX_FLOAT32, &wide, 1, payload.data(), out.data(), 0));
   return out;
@@ -354,7 +355,7 @@ void bytes_are_copied() {
     for (const int threads : {1, 3}) {
       now_checking("%lld bytes, %d threads", static_cast<long long>(numel), threads);
       const cgx_means means{cgx_best_simd(), threads};
-      const cgx_piece piece{3, numel, 8, numel, 1, 32};
+      const cgx_piece piece{3, numel, 8, numel, 1, 32, CGX_RAW};
       const Bytes sent = make_garbage(numel + 3, uint64_t(numel)), zeros(size_t(numel + 3));
       const int64_t slot_nbytes = cgx_piece_payload_nbytes(&piece, CGX_BYTES) + 8;
       Buffer slot(kEnd, Bytes(size_t(slot_nbytes), uint8_t{255})), values(kEnd, zeros);

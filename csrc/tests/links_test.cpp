@@ -59,13 +59,13 @@ int64_t submit_sra(cgx_group* group, Pending& op, bool wake) {
 
 // Rank 0 sends the values to all others and needs nothing from them.
 Pending one_way(int64_t rank, int64_t slices, int64_t numel, int64_t world = 2) {
-  const cgx_piece shape = {0, numel, 0, 0, 64, 32};
+  const cgx_piece shape = {0, numel, 0, 0, 64, 32, CGX_RAW};
   const int64_t nbytes = cgx_piece_payload_nbytes(&shape, CGX_FLOAT32);
   std::vector<cgx_piece> pieces;
   std::vector<cgx_slot> slots;
   std::vector<cgx_step> steps;
   for (int64_t slice = 0; slice < slices; ++slice) {
-    pieces.push_back({slice * numel, numel, 0, 0, 64, 32});
+    pieces.push_back({slice * numel, numel, 0, 0, 64, 32, CGX_RAW});
     slots.push_back({0, nbytes, 0, 0, slice, CGX_HOME_MEMORY});
     const auto add = [&](int64_t kind, int64_t peer) { steps.push_back({kind, slice, peer, slice, 1, 0, 0, 0}); };
     add(rank == 0 ? CGX_STEP_ENCODE : CGX_STEP_RECEIVE, 0);

@@ -28,6 +28,9 @@ constexpr int64_t kLimitNbytes = 8 << 20;
 constexpr int64_t kTimeoutMs = 60000;
 constexpr cgx_means kMeans = {CGX_SCALAR, 1};
 
+// Tests say 32 bits where values are raw.
+int64_t kind_of(int64_t bits) { return bits == 32 ? CGX_RAW : CGX_MAXMIN; }
+
 // How ranks are joined: 0 streams share memory; else each pair has so many connections for data. `lag`: how many slices
 // later the next level of a slice is run.
 struct Joint {
@@ -94,7 +97,7 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
     const int64_t first_piece = static_cast<int64_t>(pieces.size()), first_slot = static_cast<int64_t>(slots.size());
     int64_t offset = 0;
     for (int64_t chunk = 0; chunk < world; ++chunk) {
-      pieces.push_back({value, chunks[chunk], 0, 0, 64, bits});
+      pieces.push_back({value, chunks[chunk], 0, 0, 64, bits, kind_of(bits)});
       value += chunks[chunk];
       const bool in_place = joint.in_place(bits);
       const int64_t nbytes = in_place        ? 4 * chunks[chunk]
@@ -172,7 +175,7 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
     int64_t offset = 0;
     for (int64_t owner = 0; owner < world; ++owner)
       for (int64_t writer = 0; writer < world; ++writer) {  // the owner's is not used
-        const cgx_piece piece = {0, numel, 0, 0, 64, bits};
+        const cgx_piece piece = {0, numel, 0, 0, 64, bits, kind_of(bits)};
         const int64_t nbytes = writer == owner ? 0 : cgx_piece_payload_nbytes(&piece, CGX_FLOAT32);
         const bool comes = joint.is_home(owner, rank) && !joint.is_home(writer, rank);
         const int64_t flag = joint.node_ranks == 1 ? owner : owner * world + writer;
@@ -184,7 +187,7 @@ Plan sra(const Slices& slices, int64_t rank, int64_t world, int64_t bits) {
     int64_t level = 0;
     const auto add = [&](int64_t kind, int64_t slot, int64_t peer, int64_t at) {
       steps.push_back({kind, slot, peer, static_cast<int64_t>(pieces.size()), 1, 0, 0, 0}, slice, level);
-      pieces.push_back({at + start, numel, 0, 0, 64, bits});
+      pieces.push_back({at + start, numel, 0, 0, 64, bits, kind_of(bits)});
     };
     for (int64_t d = 1; d < world; ++d) {
       const int64_t owner = (rank + d) % world;

@@ -81,7 +81,7 @@ def test_payloads_fill_their_slot_without_gap_or_overlap(
             end = 0
             for piece in chunk.pieces:
                 assert piece.payload == end and end % 8 == 0
-                end += layer_of(piece, layers)[1].quantizer.payload_nbytes(piece.numel, itemsize)
+                end += layer_of(piece, layers)[1].codec.payload_nbytes(piece.numel, itemsize)
             assert chunk.nbytes == end and (end > 0) == bool(chunk.pieces)
 
 
@@ -93,7 +93,7 @@ def test_a_slice_is_within_its_limit_or_one_cut_unit(
         inside = [piece for chunk in part.chunks for piece in chunk.pieces]
         numel = sum(piece.numel for piece in inside)
         if numel * itemsize > slice_nbytes:
-            assert len(inside) == 1 and numel <= layer_of(inside[0], layers)[1].quantizer.cut_numel
+            assert len(inside) == 1 and numel <= layer_of(inside[0], layers)[1].codec.cut_numel
 
 
 @given(layers=layers_lists, world=worlds, itemsize=itemsizes, slice_nbytes=slice_sizes)
@@ -116,7 +116,7 @@ def test_chunks_are_balanced_to_a_cut_unit_at_either_end(
 ) -> None:
     for part in make_layout(layers, world, itemsize, slice_nbytes).slices:
         inside = [piece for chunk in part.chunks for piece in chunk.pieces]
-        units = [layer_of(piece, layers)[1].quantizer for piece in inside]
+        units = [layer_of(piece, layers)[1].codec for piece in inside]
         # A unit with a raw tail may be longer than a whole one.
         unit_nbytes = max(q.payload_nbytes(q.cut_numel - i, itemsize) for q in units for i in (0, 1))
         for chunk in part.chunks:
@@ -267,7 +267,7 @@ def test_a_slice_of_all_shares_is_within_its_limit_or_one_cut_unit_of_each_and_f
         inside = [piece for chunk in part.chunks for piece in chunk.pieces]
         if sum(piece.numel for piece in inside) * itemsize > slice_nbytes:
             (piece,) = part.chunks[0].pieces
-            assert len(inside) == world and piece.numel <= layer_of(piece, layers)[1].quantizer.cut_numel
+            assert len(inside) == world and piece.numel <= layer_of(piece, layers)[1].codec.cut_numel
     for part, following in pairwise(slices):
         numel = sum(piece.numel for piece in part.chunks[0].pieces)
         first = following.chunks[0].pieces[0]

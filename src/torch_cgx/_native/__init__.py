@@ -27,7 +27,7 @@ __all__ = [
     "shares_memory",
 ]
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 _log = logging.getLogger("torch_cgx")
 
@@ -37,7 +37,7 @@ class Means(ctypes.Structure):
 
 
 class Piece(ctypes.Structure):
-    _fields_ = [(name, c_int64) for name in ("offset", "numel", "payload", "raw_tail", "block", "bits")]
+    _fields_ = [(name, c_int64) for name in ("offset", "numel", "payload", "raw_tail", "block", "bits", "kind")]
 
 
 class Rounding(ctypes.Structure):

@@ -138,7 +138,7 @@ def describe(call: _native.Call) -> str:
 
 def _codec_suffix(kind: int) -> str:
     """Return how a message names a codec: by default not at all."""
-    if kind == codecs.family(DEFAULT_QUANTIZER).kind:
+    if kind <= codecs.family(DEFAULT_QUANTIZER).kind:
         return ""
     return next((f", {name}" for name in codecs.names() if codecs.family(name).kind == kind), f", codec {kind}")
 

@@ -183,7 +183,7 @@ def _make_table(pieces: Sequence[Piece], dtype: int) -> _Table:
     lib = _native.library()
     assert lib is not None
     rows = (_native.Piece * len(pieces))(
-        *(_native.Piece(p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits) for p in pieces)
+        *(_native.Piece(p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits, p.kind) for p in pieces)
     )
     numel = max((p.offset + p.numel for p in pieces), default=0)
     ends = (p.payload + lib.cgx_piece_payload_nbytes(row, dtype) for p, row in zip(pieces, rows, strict=True))

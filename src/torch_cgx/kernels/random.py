@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_cgx.kernels import Rounding
 
-__all__ = ["key", "mix64", "random16"]
+__all__ = ["key", "mix64", "random16", "random_pairs"]
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -38,15 +38,17 @@ def key(rounding: Rounding) -> tuple[int, int]:
 
 def random16(rounding: Rounding, start: int, numel: int) -> Tensor:
     """Whole numbers below 65536, as int64, for the values start to start + numel of a tensor."""
-    k0, k1 = key(rounding)
     index = torch.arange(start, start + numel, dtype=torch.int64, device="cpu")
-    pair = (index >> 1) & _MASK32
-    return (_mix32(pair, k0, k1) >> ((index & 1) << 4)) & 0xFFFF
+    return (random_pairs(key(rounding), (index >> 1) & _MASK32) >> ((index & 1) << 4)) & 0xFFFF
 
 
-def _mix32(low: Tensor, k0: int, k1: int) -> Tensor:
-    """In int64 lanes, for torch has no uint32 arithmetic; a product's low 32 bits agree."""
-    u = (low * 0x9E3779B1 + k0) & _MASK32
+def random_pairs(keys: tuple[int, int], pairs: Tensor) -> Tensor:
+    """Return the 32-bit hashes of these pairs of neighbours, as int64: torch has no uint32 arithmetic.
+
+    Products may wrap around: their low 32 bits are right.
+    """
+    k0, k1 = keys
+    u = (pairs * 0x9E3779B1 + k0) & _MASK32
     u ^= u >> 16
     u = (u * 0x7FEB352D + k1) & _MASK32
     u ^= u >> 15

@@ -46,6 +46,8 @@ def test_calls_are_described_in_the_words_of_the_board() -> None:
     assert describe(BROADCAST) == "broadcast(int64[2, 3], root 1)"
     assert describe(GATHER) == "gather(float32, root 0)"
     assert describe(BARRIER) == "barrier()"
+    rotated = collective_call("all_reduce", torch.float32, (8,), reduction="SUM", bits=2, block=1024, kind=2)
+    assert describe(rotated) == "all_reduce(float32[8], SUM, 2 bits, bucket size 1024, rotated)"
     many = collective_call("all_reduce", torch.float64, (1,) * 7, reduction="AVG", bits=32, layout=0x1ABCD)
     assert describe(many) == "all_reduce(float64[1, 1, 1, 1, 1, 1, ...], AVG, exact, layers and strides #1abcd)"
 

@@ -83,7 +83,7 @@ class Chooser:
         bits = min(layer.codec.bits for layer in layers)
         sizes = (nodes, values / shares, payload / shares)
         chosen = choose(*sizes, bits, slice_nbytes / shares, self.costs, self.algorithms)
-        if chosen == "GRID" and bits < 32 and not self.reported:
+        if chosen == "GRID" and bits < RAW.bits and not self.reported:
             self.reported = True
             rows = grid.n_rows(nodes)
             sra_s, grid_s = (estimate(name, *sizes, slice_nbytes / shares, self.costs) for name in ("SRA", "GRID"))
