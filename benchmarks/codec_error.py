@@ -44,6 +44,7 @@ MOMENTS = (0.05, 0.25, 0.5, 0.9)  # of the steps
 LEAST_NUMEL = 1024  # the hook's layer_min_size
 TITLES = {"gpt": "GPT", "cifar": "ResNet", "vgg": "VGG", "vit": "ViT", "bert": "BERT"}
 KINDS = ("embedding", "attention", "MLP", "convolution", "head")
+OURS, OTHERS = "rotated, block 1024", ("max-min, block 1024", "max-min, block 128")
 GOALS = {4: 5.0, 3: 6.5, 2: 9.0}  # times less error than max-min in blocks of 1024, on the GPT
 BEGIN, END = "<!-- codec error: begin (python benchmarks/codec_error.py) -->", "<!-- codec error: end -->"
 
@@ -257,6 +258,10 @@ def nbytes_of(x: Tensor, bits: int, block: int, header_nbytes: int) -> float:
     return x.numel() * bits / 8 + -(-x.numel() // block) * header_nbytes
 
 
+def key_of(name: str, bits: int) -> str:
+    return f"{name}, {bits} {'bit' if bits == 1 else 'bits'}"
+
+
 def trials() -> Iterator[Trial]:
     yield Trial("fp8 e4m3, block 128", 8, partial(fp8, 128))
     yield Trial("max-min, block 1024", 8, partial(ours, "maxmin", 8, 1024))
@@ -267,67 +272,71 @@ def trials() -> Iterator[Trial]:
         if bits == 4:
             yield Trial("NF4, block 64", bits, nf4)
             yield Trial("MXFP4, block 32", bits, mxfp4)
-        yield Trial("**rotated, block 1024**", bits, partial(ours, "rotated", bits, 1024))
-        yield Trial("the same, least squares", bits, partial(least_squares, bits, 1024))
+        yield Trial(OURS, bits, partial(ours, "rotated", bits, 1024))
+        yield Trial(f"{OURS}, least squares", bits, partial(least_squares, bits, 1024))
 
 
-def measure(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Return, for every layer, its squares and the share of them that each codec loses."""
-    layers = []
-    for name, gradient in snapshot["layers"].items():
-        x = gradient.reshape(-1)
-        square = float(x.double().square().sum())
-        tried = {key_of(trial): trial.run(x) for trial in trials()}
-        layers.append(
-            {
-                "name": name,
-                "kind": kind_of(name, gradient.shape),
-                "numel": x.numel(),
-                "square": square,
-                "errors": {
-                    key: round(float((decoded - x).double().square().sum()) / square, 7)
-                    for key, (decoded, _) in tried.items()
-                },
-                "nbytes": {key: nbytes for key, (_, nbytes) in tried.items()},
-            }
-        )
-    return {"step": snapshot["step"], "layers": layers}
-
-
-def key_of(trial: Trial) -> str:
-    return f"{trial.name}, {trial.bits} bits"
+def measure(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of every layer: for each snapshot its squares, and the share of them that codecs lose."""
+    codecs, snapshots, layers = list(trials()), [], []
+    for snapshot in recorded["snapshots"]:
+        layers, squares, errors = [], [], []
+        for name, gradient in snapshot["layers"].items():
+            x = gradient.reshape(-1)
+            square = float(x.double().square().sum())
+            tried = [trial.run(x) for trial in codecs]
+            lost = [float((decoded - x).double().square().sum()) / square for decoded, _ in tried]
+            squares.append(square)
+            errors.append([float(f"{each:.4g}") for each in lost])
+            nbytes = [nbytes for _, nbytes in tried]
+            layers.append({"name": name, "kind": kind_of(name, gradient.shape), "numel": x.numel(), "nbytes": nbytes})
+        snapshots.append({"step": snapshot["step"], "squares": squares, "errors": errors})
+    return {"steps": recorded["steps"], "layers": layers, "snapshots": snapshots}
 
 
 # ---- what is told ----
 
 
-def error(layers: Sequence[dict[str, Any]], key: str) -> float:
-    """The squared error of all these layers, as a share of their squares."""
-    return sum(layer["errors"][key] * layer["square"] for layer in layers) / sum(layer["square"] for layer in layers)
+@dataclass(frozen=True)
+class Report:
+    """The figures of the JSON file. A codec is its number among `codecs`."""
+
+    codecs: list[str]
+    models: dict[str, Any]
+
+    def number(self, name: str, bits: int) -> int:
+        return self.codecs.index(key_of(name, bits))
+
+    def has_kind(self, model: str, kind: str | None) -> bool:
+        return any(kind in (None, layer["kind"]) for layer in self.models[model]["layers"])
+
+    def errors(self, codec: int, model: str, kind: str | None = None) -> list[float]:
+        """At each step: the squared error of all layers of a kind (None: of any), as a share of their squares."""
+        found = self.models[model]
+        chosen = [number for number, layer in enumerate(found["layers"]) if kind in (None, layer["kind"])]
+        return [
+            sum(each["errors"][number][codec] * each["squares"][number] for number in chosen)
+            / sum(each["squares"][number] for number in chosen)
+            for each in found["snapshots"]
+        ]
+
+    def bits_per_value(self, codec: int) -> float:
+        layers = [layer for found in self.models.values() for layer in found["layers"]]
+        return 8 * sum(layer["nbytes"][codec] for layer in layers) / sum(layer["numel"] for layer in layers)
 
 
-def of_kind(layers: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [layer for layer in layers if layer["kind"] == kind]
-
-
-def bits_per_value(report: dict[str, Any], key: str) -> float:
-    layers = [layer for found in report.values() for layer in found["snapshots"][0]["layers"]]
-    return 8 * sum(layer["nbytes"][key] for layer in layers) / sum(layer["numel"] for layer in layers)
-
-
-def table(report: dict[str, Any]) -> str:
+def table(report: Report) -> str:
     """One row per codec: its error on every model, and on every kind of layer (the mean over models that have it)."""
-    present = [kind for kind in KINDS if any(of_kind(each["snapshots"][0]["layers"], kind) for each in report.values())]
-    header = ["codec", "bits per value", *(TITLES[name] for name in report), *present]
+    models = list(report.models)
+    of_kinds = {kind: [name for name in models if report.has_kind(name, kind)] for kind in KINDS}
+    of_kinds = {kind: names for kind, names in of_kinds.items() if names}
+    header = ["codec", "bits per value", *(TITLES[name] for name in models), *of_kinds]
     lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
-    for trial in trials():
-        key = key_of(trial)
-        cells = [trial.name, f"{bits_per_value(report, key):.2f}"]
-        for found in report.values():
-            cells.append(share(mean(error(each["layers"], key) for each in found["snapshots"])))
-        for kind in present:
-            parts = [of_kind(each["layers"], kind) for found in report.values() for each in found["snapshots"]]
-            cells.append(share(mean(error(part, key) for part in parts if part)))
+    for codec, name in enumerate(report.codecs):
+        cells = [name, f"{report.bits_per_value(codec):.2f}"]
+        cells += [share(mean(report.errors(codec, model))) for model in models]
+        for kind, names in of_kinds.items():
+            cells.append(share(mean(error for model in names for error in report.errors(codec, model, kind))))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -336,43 +345,37 @@ def share(value: float) -> str:
     return f"{value:.2g}" if value < 0.001 else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
 
 
-def verdicts(report: dict[str, Any]) -> Iterator[str]:
-    for bits, goal in GOALS.items() if "gpt" in report else ():
-        ours, theirs = (f"{name}, {bits} bits" for name in ("**rotated, block 1024**", "max-min, block 1024"))
-        snapshots = report["gpt"]["snapshots"]
-        factors = [error(each["layers"], theirs) / error(each["layers"], ours) for each in snapshots]
-        factor = mean(error(each["layers"], theirs) for each in snapshots) / mean(
-            error(each["layers"], ours) for each in snapshots
-        )
+def verdicts(report: Report) -> Iterator[str]:
+    for bits, goal in GOALS.items() if "gpt" in report.models else ():
+        ours, theirs = (report.errors(report.number(name, bits), "gpt") for name in (OURS, OTHERS[0]))
+        factors = [b / a for a, b in zip(ours, theirs, strict=True)]
+        factor = mean(theirs) / mean(ours)
         yield (
-            f"- {bits} bits, on the GPT: {factor:.1f} times less error than max-min in blocks of 1024 "
-            f"({min(factors):.1f} to {max(factors):.1f} by step); the goal of {goal:g} is {met(factor >= goal)}"
+            f"- GPT, {bits} bits: {factor:.1f} times less error than {OTHERS[0]} (by step: "
+            f"{', '.join(f'{each:.1f}' for each in factors)}); the goal of {goal:g} is "
+            f"{'met' if factor >= goal else '**NOT met**'}"
         )
-    for other in ("max-min, block 1024", "max-min, block 128"):
-        yield f"- never more error than {other}: {never_more(report, other)}"
+    for other in OTHERS:
+        yield f"- {comparison(report, other)}"
 
 
-def never_more(report: dict[str, Any], other: str) -> str:
+def comparison(report: Report, other: str) -> str:
     """Compare with `other` on every kind of layer of every model at every step, at 1 to 4 bits."""
-    compared, worse = 0, []
-    for name, found in report.items():
-        for snapshot in found["snapshots"]:
+    ratios: dict[str, float] = {}
+    for bits in (4, 3, 2, 1):
+        numbers = report.number(OURS, bits), report.number(other, bits)
+        for model, found in report.models.items():
             for kind in KINDS:
-                layers = of_kind(snapshot["layers"], kind)
-                for bits in (1, 2, 3, 4) if layers else ():
-                    ratio = error(layers, f"**rotated, block 1024**, {bits} bits") / error(
-                        layers, f"{other}, {bits} bits"
-                    )
-                    compared += 1
-                    if ratio > 1:
-                        worse.append(f"{TITLES[name]}'s {kind} at {bits} bits, step {snapshot['step']}: {ratio:.2f}x")
-    if not worse:
-        return f"{met(True)} in all {compared} cases (model, kind of layer, step, 1 to 4 bits)"
-    return f"{met(False)} in {len(worse)} of {compared} cases ({'; '.join(worse)})"
-
-
-def met(is_met: bool) -> str:
-    return "met" if is_met else "**NOT met**"
+                if report.has_kind(model, kind):
+                    ours, theirs = (report.errors(number, model, kind) for number in numbers)
+                    for a, b, snapshot in zip(ours, theirs, found["snapshots"], strict=True):
+                        ratios[f"{TITLES[model]}'s {key_of(kind, bits)}, step {snapshot['step']}"] = a / b
+    worse = [ratio for ratio in ratios.values() if ratio > 1]
+    worst = max(ratios, key=lambda name: ratios[name])
+    return (
+        f"rotated against {other}, by model, kind of layer, step and bits: more error in {len(worse)} of {len(ratios)} "
+        f"cases, at most {ratios[worst]:.2f} times as much ({worst})"
+    )
 
 
 def main() -> int:
@@ -396,13 +399,11 @@ def main() -> int:
                 print(f"{name}: {training.steps} steps in {time.perf_counter() - start:.0f} s", file=sys.stderr)
                 if options.cache:
                     torch.save(recorded, options.cache)
-        models = {
-            name: {"steps": found["steps"], "snapshots": [measure(each) for each in found["snapshots"]]}
-            for name, found in recorded.items()
-            if name in (options.only or TRAININGS)
-        }
-        write_json(options.json, {"world": WORLD, "models": models})
-    report = json.loads(options.json.read_text())["models"]
+        models = {name: measure(recorded[name]) for name in options.only or TRAININGS}
+        codecs = [key_of(trial.name, trial.bits) for trial in trials()]
+        write_json(options.json, {"world": WORLD, "codecs": codecs, "models": models})
+    stored = json.loads(options.json.read_text())
+    report = Report(stored["codecs"], stored["models"])
     text = f"{table(report)}\n\n" + "\n".join(verdicts(report))
     print(text)
     if options.doc:

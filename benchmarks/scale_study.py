@@ -49,6 +49,8 @@ BITS = (2, 3)
 BLOCK, SMALLEST = 1024, 64
 SCALES = ("unbiased", "least squares")
 EXACT = "exact"
+CONTEXT = 32  # characters that the GPT sees
+MOST_SEEDS = 10
 DECAY = 0.98  # of the running mean of weights
 MEASURED_EVERY = 10  # steps, from the first on
 # Lloyd-Max magnitudes of the normal distribution, and the thresholds between them, to 7 digits.
@@ -255,9 +257,6 @@ def judge_images(model: nn.Module, data: Path) -> dict[str, float]:
     return {"accuracy": 100 * right / count, "loss": loss / count}
 
 
-CONTEXT = 32
-
-
 @dataclass(frozen=True)
 class Task:
     title: str
@@ -309,29 +308,28 @@ def key(task: str, world: int, setting: str, seed: int) -> str:
 
 def table(runs: dict[str, Any]) -> str:
     lines = [
-        "| training | ranks | gradients | difference to exact, seed by seed | mean | bias of the sum | of the second "
-        "encoding | of both | error of both |",
-        "|---|---:|---|---|---:|---:|---:|---:|---:|",
+        "| training | ranks | gradients | difference to exact, by seed | the same of the last training loss | bias of "
+        "the sum | of the second encoding | of both | squared error |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, task in TASKS.items():
         for world in WORLDS:
             for setting in [setting_of(bits, scale) for bits in BITS for scale in SCALES]:
                 pairs = [
                     (runs[key(name, world, setting, seed)], runs[key(name, world, EXACT, seed)])
-                    for seed in range(100)
+                    for seed in range(MOST_SEEDS)
                     if key(name, world, setting, seed) in runs and key(name, world, EXACT, seed) in runs
                 ]
                 if not pairs:
                     continue
-                differences = [ours[task.figure] - exact[task.figure] for ours, exact in pairs]
-                biases = [
-                    mean(ours["bias"][each] for ours, _ in pairs)
-                    for each in ("of_sum", "of_second", "of_both", "error")
-                ]
                 cells = [task.title, str(world), setting]
-                cells.append(", ".join(f"{difference:+.{task.digits}f}" for difference in differences))
-                cells.append(f"{mean(differences):+.{task.digits}f}")
-                lines.append(f"| {' | '.join(cells + [f'{each:.3f}' for each in biases])} |")
+                cells.append(", ".join(f"{a[task.figure] - b[task.figure]:+.{task.digits}f}" for a, b in pairs))
+                cells.append(
+                    ", ".join(f"{a['losses_of_tenths'][-1] - b['losses_of_tenths'][-1]:+.3f}" for a, b in pairs)
+                )
+                for part in ("of_sum", "of_second", "of_both", "error"):
+                    cells.append(f"{mean(ours['bias'][part] for ours, _ in pairs):.3f}")
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -340,7 +338,7 @@ def exact_figures(runs: dict[str, Any]) -> Iterator[str]:
         for world in WORLDS[:1] if task.is_same_for_all_worlds else WORLDS:
             figures = [
                 f"{runs[key(name, world, EXACT, seed)][task.figure]:.{task.digits}f}"
-                for seed in range(100)
+                for seed in range(MOST_SEEDS)
                 if key(name, world, EXACT, seed) in runs
             ]
             if figures:
