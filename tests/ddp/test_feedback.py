@@ -84,8 +84,9 @@ def check_law(
 
 def steps_conserve(me: Rank) -> list[Tensor]:
     ends = []
-    for dtype in DTYPES:
-        ddp, state = hooked(dtype)
+    rotated = {"bits": 2, "bucket_size": 64, "quantizer": "rotated"}
+    for dtype, params in [*((dtype, {"bits": 2, "bucket_size": 64}) for dtype in DTYPES), (torch.float32, rotated)]:
+        ddp, state = hooked(dtype, compression_params=params)
         for step in range(STEPS):
             before = residuals_of(state, ddp.module)
             own = gradients_of(ddp.module, wide_loss, step, me.rank)
