@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import Average, Journal, distribute, flags, join, rise_and_fall, shuffled, total
+from common import Average, Journal, distribute, flags, join, leave, rise_and_fall, shuffled, total
 from squad import Question, Special, Token, Window, Words, best_answer, collate, exact_match, f1, load, windows_of
 
 
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--heads", type=int, default=4)
     train(parser.parse_args())
+    leave()
 
 
 if __name__ == "__main__":

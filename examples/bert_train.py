@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import Average, Journal, distribute, flags, generator, join, rise_and_fall, total
+from common import Average, Journal, distribute, flags, generator, join, leave, rise_and_fall, total
 from gpt import Block
 from gpt_train import load
 
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     train(parser.parse_args())
+    leave()
 
 
 if __name__ == "__main__":

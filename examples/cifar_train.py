@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cifar_data import augmented, download, load, normalized
-from common import Average, Journal, distribute, flags, generator, join, rise_and_fall, shuffled, total
+from common import Average, Journal, distribute, flags, generator, join, leave, rise_and_fall, shuffled, total
 from resnet import MODELS as RESNETS
 from vgg import VGG
 from vit import ViT
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="PATH")
     parser.add_argument("--download", action="store_true", help="fetch CIFAR-10 into --data where it is not there")
     train(parser.parse_args(), InMemory)
+    leave()
 
 
 if __name__ == "__main__":

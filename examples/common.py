@@ -67,6 +67,16 @@ def join(options: argparse.Namespace) -> torch.device:
     return device
 
 
+def leave() -> None:
+    """Leave the group. Call this when DDP is gone, which is after the function that made it.
+
+    If DDP is the last to refer to a Gloo group, it ends the group and holds the GIL while it waits for Gloo's threads.
+    One of them may need the GIL to drop the tensors of the last operation. Then the process hangs:
+    https://github.com/pytorch/pytorch/issues/56297.
+    """
+    dist.destroy_process_group()
+
+
 def distribute(
     model: nn.Module, options: argparse.Namespace, overrides: dict[str, dict[str, int]] | None = None
 ) -> tuple[DistributedDataParallel, CGXState | None]:
@@ -178,7 +188,7 @@ class Journal:
         self.seconds = time.perf_counter() - self.start
 
     def finish(self, model: nn.Module, **figures: float) -> None:
-        """Report, and leave the group. All ranks must call this."""
+        """Report. All ranks must call this."""
         mine = torch.stack(self.losses).float()
         of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(of_ranks, mine)
@@ -205,7 +215,6 @@ class Journal:
                 for name, value in figures.items():
                     self.writer.add_scalar(name, value, len(self.losses))
                 self.writer.close()
-        dist.destroy_process_group()
 
     def stats(self) -> dict[str, float]:
         """What this rank has sent; empty where torch's own backends carried it, which do not count."""

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import torch_cgx
-from common import Average, Journal, generator, join, rise_and_fall, total
+from common import Average, Journal, generator, join, leave, rise_and_fall, total
 from gpt import GPT
 from gpt_train import load, loss_of, validate
 from torch_cgx.fsdp import Compressed, compress
@@ -165,6 +165,7 @@ def main() -> None:
     add("--json", type=Path, metavar="FILE", help="write the results there")
     parser.set_defaults(report=None)
     train(parser.parse_args())
+    leave()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import Average, Journal, distribute, flags, generator, join, rise_and_fall, total
+from common import Average, Journal, distribute, flags, generator, join, leave, rise_and_fall, total
 from gpt import GPT
 
 
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--compile", action="store_true")
     train(parser.parse_args())
+    leave()
 
 
 if __name__ == "__main__":

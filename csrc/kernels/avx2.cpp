@@ -72,6 +72,12 @@ struct Avx2 : X86Bits {
   static Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
   static Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
   static Ints min(Ints a, Ints b) { return _mm256_min_epi32(a, b); }
+  static Ints max(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
+  static int32_t highest(Ints x) {
+    __m128i v = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(v, _mm_shuffle_epi32(v, 0xB1)));
+  }
   static Ints shift_16(Ints x) { return _mm256_srli_epi32(x, 16); }
 
   static Ints load_levels(const uint8_t* p) {
@@ -88,6 +94,54 @@ struct Avx2 : X86Bits {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), hashes(key, pair + 8));
   }
   static Ints load_random(const uint16_t* p) { return _mm256_cvtepu16_epi32(load_16_bytes(p)); }
+
+  static Floats magnitude(Floats x) { return _mm256_andnot_ps(splat(-0.0f), x); }
+  static Ints bits(Floats x) { return _mm256_castps_si256(x); }
+  template <int stride>
+  static Floats butterflies(Floats x) {
+    const auto sign = [](int i) { return i & stride ? -0.0f : 0.0f; };
+    const Floats signs = _mm256_setr_ps(sign(0), sign(1), sign(2), sign(3), sign(4), sign(5), sign(6), sign(7));
+    Floats partner;
+    if constexpr (stride == 4)
+      partner = _mm256_permute2f128_ps(x, x, 1);
+    else
+      partner = _mm256_permute_ps(x, stride == 1 ? 0xB1 : 0x4E);
+    return add(partner, _mm256_xor_ps(x, signs));
+  }
+  static float tree(Floats x) {
+    __m128 v = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+  }
+  template <int Bits>
+  struct Bins {
+    static constexpr int kThresholds = (1 << (Bits - 1)) - 1;
+    Floats thresholds[kThresholds ? kThresholds : 1], magnitudes;
+    Bins(const float* t, const float* m) : magnitudes(load(m)) {
+      for (int j = 0; j < kThresholds; ++j) thresholds[j] = splat(t[j]);
+    }
+    Ints of(Floats x) const {
+      Ints below = _mm256_setzero_si256();
+      for (int j = 0; j < kThresholds; ++j)
+        below = _mm256_sub_epi32(below, _mm256_castps_si256(_mm256_cmp_ps(thresholds[j], x, _CMP_LT_OQ)));
+      return below;
+    }
+    Floats magnitude(Ints bin) const { return _mm256_permutevar8x32_ps(magnitudes, bin); }
+  };
+  static Ints add_where_negative(Ints a, Floats x, Ints b) {
+    const Ints negative = _mm256_castps_si256(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LT_OQ));
+    return add(a, _mm256_and_si256(negative, b));
+  }
+  struct Codebook {
+    Floats low, high;
+    Codebook() = default;
+    explicit Codebook(const float (&v)[16]) : low(load(v)), high(load(v + 8)) {}
+    Floats operator()(const uint8_t* levels) const {
+      const Ints i = load_levels(levels);
+      const Floats is_high = _mm256_castsi256_ps(_mm256_slli_epi32(i, 28));
+      return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i), is_high);
+    }
+  };
 
  private:
   static __m128i load_16_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }

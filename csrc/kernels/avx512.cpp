@@ -65,6 +65,8 @@ struct Avx512 : X86Bits {
   static Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
   static Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
   static Ints min(Ints a, Ints b) { return _mm512_min_epi32(a, b); }
+  static Ints max(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+  static int32_t highest(Ints x) { return _mm512_reduce_max_epi32(x); }
   static Ints shift_16(Ints x) { return _mm512_srli_epi32(x, 16); }
 
   static Ints load_levels(const uint8_t* p) {
@@ -87,6 +89,53 @@ struct Avx512 : X86Bits {
     _mm512_storeu_si512(out, u);
   }
   static Ints load_random(const uint16_t* p) { return _mm512_cvtepu16_epi32(load_32_bytes(p)); }
+
+  static Floats magnitude(Floats x) { return _mm512_abs_ps(x); }
+  static Ints bits(Floats x) { return _mm512_castps_si512(x); }
+  template <int stride>
+  static Floats butterflies(Floats x) {
+    Floats partner;
+    if constexpr (stride == 1)
+      partner = _mm512_permute_ps(x, 0xB1);
+    else if constexpr (stride == 2)
+      partner = _mm512_permute_ps(x, 0x4E);
+    else if constexpr (stride == 4)
+      partner = _mm512_shuffle_f32x4(x, x, 0xB1);
+    else
+      partner = _mm512_shuffle_f32x4(x, x, 0x4E);
+    constexpr Mask second = stride == 1 ? 0xAAAA : stride == 2 ? 0xCCCC : stride == 4 ? 0xF0F0 : 0xFF00;
+    return _mm512_mask_sub_ps(_mm512_add_ps(partner, x), second, partner, x);
+  }
+  static float tree(Floats x) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+  }
+  template <int Bits>
+  struct Bins {
+    static constexpr int kThresholds = (1 << (Bits - 1)) - 1;
+    Floats thresholds[kThresholds ? kThresholds : 1], magnitudes;
+    Bins(const float* t, const float* m) : magnitudes(_mm512_castps256_ps512(_mm256_loadu_ps(m))) {
+      for (int j = 0; j < kThresholds; ++j) thresholds[j] = splat(t[j]);
+    }
+    Ints of(Floats x) const {
+      Ints below = _mm512_setzero_si512();
+      for (int j = 0; j < kThresholds; ++j)
+        below = _mm512_mask_add_epi32(below, _mm512_cmp_ps_mask(thresholds[j], x, _CMP_LT_OQ), below, splat_int(1));
+      return below;
+    }
+    Floats magnitude(Ints bin) const { return _mm512_permutexvar_ps(bin, magnitudes); }
+  };
+  static Ints add_where_negative(Ints a, Floats x, Ints b) {
+    return _mm512_mask_add_epi32(a, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), a, b);
+  }
+  struct Codebook {
+    Floats values;
+    Codebook() = default;
+    explicit Codebook(const float (&v)[16]) : values(load(v)) {}
+    Floats operator()(const uint8_t* levels) const { return _mm512_permutexvar_ps(load_levels(levels), values); }
+  };
 
  private:
   static __m256i load_32_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

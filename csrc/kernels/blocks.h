@@ -25,6 +25,14 @@ struct Padded {
   void copy_to(T* out, int64_t n) const { std::memcpy(out, v, static_cast<size_t>(n) * sizeof(T)); }
 };
 
+// Calls visit(first value, n, block number) for each block of the span.
+template <class Visit>
+inline void for_each_block(const cgx_piece& piece, const PieceParts& parts, Span span, Visit visit) {
+  const int64_t end = std::min(span.end, parts.quantized);
+  for (int64_t first = span.first; first < end; first += piece.block)
+    visit(first, std::min(piece.block, end - first), first / piece.block);
+}
+
 // ---- the range of a block ----
 
 template <class Level>

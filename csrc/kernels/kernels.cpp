@@ -73,6 +73,11 @@ bool valid(const cgx_piece& piece, int dtype) {
     case CGX_MAXMIN:
       if (piece.bits < 1 || piece.bits > 8 || piece.block < 1 || !quantizable) return false;
       break;
+    case CGX_ROTATED:
+      if (piece.bits < 1 || piece.bits > 4 || rotated_numel(piece.block) != piece.block ||
+          piece.block > kLargestRotation || !quantizable)
+        return false;
+      break;
     default:
       return false;
   }

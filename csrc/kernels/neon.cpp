@@ -84,6 +84,8 @@ struct Neon {
   static Floats to_floats(Ints x) { return vcvtq_f32_s32(x); }
   static Ints add(Ints a, Ints b) { return vaddq_s32(a, b); }
   static Ints min(Ints a, Ints b) { return vminq_s32(a, b); }
+  static Ints max(Ints a, Ints b) { return vmaxq_s32(a, b); }
+  static int32_t highest(Ints x) { return vmaxvq_s32(x); }
   static Ints shift_16(Ints x) { return vshrq_n_s32(x, 16); }
 
   static Ints load_levels(const uint8_t* p) {
@@ -113,6 +115,47 @@ struct Neon {
     }
   }
   static Ints load_random(const uint16_t* p) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16(p))); }
+
+  static Floats magnitude(Floats x) { return vabsq_f32(x); }
+  static Ints bits(Floats x) { return vreinterpretq_s32_f32(x); }
+  template <int stride>
+  static Floats butterflies(Floats x) {
+    constexpr uint32_t sign = 1u << 31, kSigns[] = {0, stride == 1 ? sign : 0, stride == 1 ? 0 : sign, sign};
+    const uint32x4_t signs = vld1q_u32(kSigns);
+    const Floats partner = stride == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
+    return add(partner, vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), signs)));
+  }
+  static float tree(Floats x) {
+    const float32x2_t v = vadd_f32(vget_low_f32(x), vget_high_f32(x));
+    return vget_lane_f32(v, 0) + vget_lane_f32(v, 1);
+  }
+  template <int Bits>
+  struct Bins {
+    static constexpr int kThresholds = (1 << (Bits - 1)) - 1;
+    Floats thresholds[kThresholds ? kThresholds : 1];
+    uint8x16x2_t magnitudes;
+    Bins(const float* t, const float* m) : magnitudes{{bytes_at(m), bytes_at(m + 4)}} {
+      for (int j = 0; j < kThresholds; ++j) thresholds[j] = splat(t[j]);
+    }
+    Ints of(Floats x) const {
+      uint32x4_t below = vdupq_n_u32(0);
+      for (int j = 0; j < kThresholds; ++j) below = vsubq_u32(below, vcltq_f32(thresholds[j], x));
+      return vreinterpretq_s32_u32(below);
+    }
+    Floats magnitude(Ints bin) const { return vreinterpretq_f32_u8(vqtbl2q_u8(magnitudes, bytes_of_lanes(bin))); }
+  };
+  static Ints add_where_negative(Ints a, Floats x, Ints b) {
+    return add(a, vandq_s32(vreinterpretq_s32_u32(vcltzq_f32(x)), b));
+  }
+  struct Codebook {
+    uint8x16x4_t values;
+    Codebook() = default;
+    explicit Codebook(const float (&v)[16])
+        : values{{bytes_at(v), bytes_at(v + 4), bytes_at(v + 8), bytes_at(v + 12)}} {}
+    Floats operator()(const uint8_t* levels) const {
+      return vreinterpretq_f32_u8(vqtbl4q_u8(values, bytes_of_lanes(load_levels(levels))));
+    }
+  };
 
   // Neighbours are joined by shifts: fields of Bits bits to 16-bit fields of 2 Bits, to 32-bit fields of 4 Bits, to
   // 64-bit fields of 8 Bits, whose bytes a shuffle brings together.
@@ -165,6 +208,11 @@ struct Neon {
 
  private:
   static uint32x4_t unsigned_of(Ints x) { return vreinterpretq_u32_s32(x); }
+  static uint8x16_t bytes_at(const float* p) { return vld1q_u8(reinterpret_cast<const uint8_t*>(p)); }
+  // Where the bytes of each lane's float32 lie in a table of them.
+  static uint8x16_t bytes_of_lanes(Ints index) {
+    return vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100), unsigned_of(index), 0x04040404));
+  }
 };
 
 }  // namespace

@@ -128,25 +128,46 @@ inline uint32_t random_pair(const RandomKey& key, uint32_t pair) {
   return u ^ (u >> 16);
 }
 
+// The key of a rotated piece's signs, which all ranks share: drawn anew for each operation in the random mode only.
+inline RandomKey sign_key(const cgx_rounding& rounding) {
+  cgx_rounding shared = {};
+  if (rounding.stochastic) shared.seed = rounding.seed, shared.op = rounding.op;
+  return random_key(shared);
+}
+
 inline int64_t itemsize(int dtype) {
   return dtype == CGX_FLOAT64 ? 8 : dtype == CGX_FLOAT32 ? 4 : dtype == CGX_BYTES ? 1 : 2;
+}
+
+// As how many values a rotated piece codes an incomplete block: a power of two.
+constexpr int64_t kSmallestRotation = 64, kLargestRotation = 4096;
+inline int64_t rotated_numel(int64_t numel) {
+  int64_t n = kSmallestRotation;
+  while (n < numel) n *= 2;
+  return n;
 }
 
 // Where the parts of a piece's payload lie.
 struct PieceParts {
   int64_t quantized;  // values that are quantized
-  int64_t blocks;
-  int64_t levels;  // byte offset of the level stream
+  int64_t headers;    // byte offset of the blocks' headers: a rotated piece begins with a key
+  int64_t levels;     // byte offset of the level stream
   int64_t levels_nbytes;
   int64_t tail;  // byte offset of the raw values
   int64_t nbytes;
 
   PieceParts(const cgx_piece& piece, int64_t item_nbytes) {
+    const bool rotated = piece.kind == CGX_ROTATED;
     quantized = piece.kind == CGX_RAW ? 0 : piece.numel - piece.raw_tail;
-    blocks = quantized == 0 ? 0 : (quantized + piece.block - 1) / piece.block;
-    levels = blocks * static_cast<int64_t>(sizeof(Header));
-    levels_nbytes = (quantized * piece.bits + 7) / 8;
-    tail = levels + (quantized == 0 ? 0 : levels_nbytes);
+    headers = levels = levels_nbytes = tail = 0;
+    if (quantized > 0) {
+      const int64_t whole = quantized / piece.block, rest = quantized % piece.block;
+      const int64_t coded = rotated && rest > 0 ? whole * piece.block + rotated_numel(rest) : quantized;
+      headers = rotated ? sizeof(RandomKey) : 0;
+      levels = headers + (whole + (rest > 0)) * static_cast<int64_t>(rotated ? sizeof(float) : sizeof(Header));
+      levels_nbytes = (coded * piece.bits + 7) / 8;
+      tail = levels + levels_nbytes;
+    }
     nbytes = (tail + (piece.numel - quantized) * item_nbytes + 7) / 8 * 8;
   }
 };

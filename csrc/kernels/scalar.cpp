@@ -102,6 +102,10 @@ struct Scalar {
   static Ints min(Ints a, Ints b) {
     return each_int([&](int i) { return b.v[i] < a.v[i] ? b.v[i] : a.v[i]; });
   }
+  static Ints max(Ints a, Ints b) {
+    return each_int([&](int i) { return b.v[i] > a.v[i] ? b.v[i] : a.v[i]; });
+  }
+  static int32_t highest(Ints x) { return *std::max_element(x.v, x.v + kLanes); }
   static Ints shift_16(Ints x) {
     return each_int([&](int i) { return x.v[i] >> 16; });
   }
@@ -124,6 +128,54 @@ struct Scalar {
   static Ints load_random(const uint16_t* p) {
     return each_int([&](int i) { return p[i]; });
   }
+
+  // ---- rotated blocks ----
+
+  static Floats magnitude(Floats x) {
+    return each([&](int i) { return std::fabs(x.v[i]); });
+  }
+  static Ints bits(Floats x) {
+    return each_int([&](int i) { return static_cast<int32_t>(float_to_bits(x.v[i])); });
+  }
+  // Of all pairs of lanes that are `stride` apart, sum and difference.
+  template <int stride>
+  static Floats butterflies(Floats x) {
+    return each([&](int i) { return i & stride ? x.v[i - stride] - x.v[i] : x.v[i] + x.v[i + stride]; });
+  }
+  // The sum of all lanes, halves first.
+  static float tree(Floats x) {
+    for (int half = kLanes / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) x.v[i] = x.v[i] + x.v[i + half];
+    return x.v[0];
+  }
+  // How many of the thresholds are below a value, and the magnitude that it means.
+  template <int Bits>
+  struct Bins {
+    const float* thresholds;
+    const float* magnitudes;
+    Bins(const float* t, const float* m) : thresholds(t), magnitudes(m) {}
+    Ints of(Floats x) const {
+      return each_int([&](int i) {
+        const float* end = thresholds + (1 << (Bits - 1)) - 1;
+        return static_cast<int32_t>(std::lower_bound(thresholds, end, x.v[i]) - thresholds);
+      });
+    }
+    Floats magnitude(Ints bin) const {
+      return each([&](int i) { return magnitudes[bin.v[i]]; });
+    }
+  };
+  static Ints add_where_negative(Ints a, Floats x, Ints b) {
+    return each_int([&](int i) { return a.v[i] + (x.v[i] < 0 ? b.v[i] : 0); });
+  }
+  // The value of each of 16 levels.
+  struct Codebook {
+    float values[16];
+    Codebook() = default;
+    explicit Codebook(const float (&v)[16]) { std::memcpy(values, v, sizeof values); }
+    Floats operator()(const uint8_t* levels) const {
+      return each([&](int i) { return values[levels[i]]; });
+    }
+  };
 
   // Eight levels of Bits bits are Bits bytes: one little-endian word.
   template <int Bits>

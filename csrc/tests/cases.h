@@ -12,6 +12,7 @@
 namespace {
 
 const char* const kLevelNames[] = {"scalar", "avx2", "avx512", "neon"};
+const char* const kKindNames[] = {"raw", "max-min", "rotated"};
 constexpr cgx_means kOracle = {CGX_SCALAR, 1};
 
 struct Case {
@@ -28,13 +29,24 @@ struct Case {
   std::vector<Bytes> payloads;
 };
 
-// Tests say 32 bits where values are raw.
-int64_t kind_of(int64_t bits) { return bits == 32 ? CGX_RAW : CGX_MAXMIN; }
+// Written down apart from the library: how many values an incomplete block of a rotated piece is coded as.
+int64_t rotated_block(int64_t numel) {
+  int64_t n = 64;
+  while (n < numel) n *= 2;
+  return n;
+}
 
 int64_t quantized_of(const cgx_piece& p) { return p.kind == CGX_RAW ? 0 : p.numel - p.raw_tail; }
 int64_t blocks_of(const cgx_piece& p) { return (quantized_of(p) + p.block - 1) / p.block; }
+int64_t key_nbytes_of(const cgx_piece& p) { return p.kind == CGX_ROTATED && quantized_of(p) ? 8 : 0; }
+int64_t header_nbytes_of(const cgx_piece& p) { return p.kind == CGX_ROTATED ? 4 : 8; }
+int64_t coded_of(const cgx_piece& p) {
+  const int64_t n = quantized_of(p), rest = n % p.block;
+  return p.kind == CGX_ROTATED && rest ? n - rest + rotated_block(rest) : n;
+}
 int64_t tail_of(const cgx_piece& p) {
-  return quantized_of(p) ? 8 * blocks_of(p) + (quantized_of(p) * p.bits + 7) / 8 : 0;
+  if (!quantized_of(p)) return 0;
+  return key_nbytes_of(p) + header_nbytes_of(p) * blocks_of(p) + (coded_of(p) * p.bits + 7) / 8;
 }
 int64_t nbytes_of(const cgx_piece& p, int dtype) {
   return (tail_of(p) + (p.numel - quantized_of(p)) * kFormats[dtype].nbytes + 7) / 8 * 8;
@@ -44,11 +56,11 @@ std::string describe(const Case& c) {
   char text[256];
   const cgx_piece& p = c.pieces.front();
   snprintf(text, sizeof text,
-           "%s, bits %d, block %d, length %d, raw tail %d, offset %d, payload at %d (%zu pieces), %s, data %d, "
+           "%s, %s, bits %d, block %d, length %d, raw tail %d, offset %d, payload at %d (%zu pieces), %s, data %d, "
            "%d payloads, scale %.3f%s",
-           kFormats[c.dtype].name, int(p.bits), int(p.block), int(p.numel), int(p.raw_tail), int(p.offset),
-           int(p.payload), c.pieces.size(), c.rounding.stochastic ? "stochastic" : "nearest", c.data, int(c.n_payloads),
-           c.scale, c.residual ? ", residual" : "");
+           kFormats[c.dtype].name, kKindNames[p.kind], int(p.bits), int(p.block), int(p.numel), int(p.raw_tail),
+           int(p.offset), int(p.payload), c.pieces.size(), c.rounding.stochastic ? "stochastic" : "nearest", c.data,
+           int(c.n_payloads), c.scale, c.residual ? ", residual" : "");
   return text;
 }
 
@@ -86,11 +98,12 @@ void prepare(Case& c, uint64_t seed) {
 // Makes every NaN of the headers the one that encoding writes; what another decodes to is not fixed.
 void make_nans_canonical(const Case& c, Bytes& payload) {
   for (const cgx_piece& p : c.pieces)
-    for (int64_t at = 0; at < 8 * blocks_of(p); at += 4) {
+    for (int64_t at = 0; at < header_nbytes_of(p) * blocks_of(p); at += 4) {
+      uint8_t* const header = payload.data() + p.payload + key_nbytes_of(p) + at;
       float number;
-      memcpy(&number, payload.data() + p.payload + at, 4);
+      memcpy(&number, header, 4);
       const uint32_t canonical = 0x7FC00000;
-      if (std::isnan(number)) memcpy(payload.data() + p.payload + at, &canonical, 4);
+      if (std::isnan(number)) memcpy(header, &canonical, 4);
     }
 }
 

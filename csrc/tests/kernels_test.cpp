@@ -6,6 +6,7 @@
 // change what run_all() (cases.h) returns, and the scalar level's bytes must be the same on every architecture.
 #include <cfenv>
 #include <cmath>
+#include <iterator>
 
 #include "cases.h"
 #include "quick.h"
@@ -23,10 +24,19 @@ void check(const Case& c, const std::vector<int>& threads, const std::vector<Pla
   ++cases;
 }
 
-Case single(int dtype, int64_t bits, int64_t block, int64_t numel, int64_t raw_tail, bool stochastic) {
+// A codec of so many bits per value.
+struct Width {
+  int64_t kind, bits;
+  // A test's block size, or an allowed one that is larger, since what is small for max-min is not allowed here.
+  int64_t block(int64_t block) const {
+    return kind == CGX_ROTATED ? std::min<int64_t>(rotated_block(4 * block), 4096) : block;
+  }
+};
+
+Case single(int dtype, Width width, int64_t block, int64_t numel, int64_t raw_tail, bool stochastic) {
   Case c;
   c.dtype = dtype;
-  c.pieces = {{0, numel, 0, raw_tail, block, bits, kind_of(bits)}};
+  c.pieces = {{0, numel, 0, raw_tail, block, width.bits, width.kind}};
   c.rounding = {0x1234567890ABCDEFull + uint64_t(numel), 7, 3, 1, stochastic};
   return c;
 }
@@ -40,21 +50,32 @@ std::vector<int64_t> lengths_around(int64_t block) {
 }
 
 constexpr int64_t kBlocks[] = {1, 2, 3, 7, 8, 9, 31, 32, 33, 64, 100, 512, 1000, 1024, 2049, 4096, 65536};
-constexpr int64_t kWidths[] = {1, 2, 3, 4, 5, 6, 7, 8, 32};
+constexpr int64_t kRotatedBlocks[] = {64, 128, 256, 512, 1024, 2048, 4096};
+constexpr Width kRaw = {CGX_RAW, 32};
+constexpr Width kWidths[] = {{CGX_MAXMIN, 1},  {CGX_MAXMIN, 2},  {CGX_MAXMIN, 3},
+                             {CGX_MAXMIN, 4},  {CGX_MAXMIN, 5},  {CGX_MAXMIN, 6},
+                             {CGX_MAXMIN, 7},  {CGX_MAXMIN, 8},  kRaw,
+                             {CGX_ROTATED, 1}, {CGX_ROTATED, 2}, {CGX_ROTATED, 3},
+                             {CGX_ROTATED, 4}};
+
+std::vector<int64_t> blocks_for(Width width) {
+  return width.kind == CGX_ROTATED ? std::vector<int64_t>(std::begin(kRotatedBlocks), std::end(kRotatedBlocks))
+                                   : std::vector<int64_t>(std::begin(kBlocks), std::end(kBlocks));
+}
 
 // Every width, type, block and length in both roundings. What else can vary takes turns.
 void widths_types_blocks_lengths() {
   uint64_t turn = 0;
   for (int dtype = 0; dtype < 4; ++dtype)
-    for (int64_t bits : kWidths)
-      for (int64_t block : kBlocks)
+    for (Width width : kWidths)
+      for (int64_t block : blocks_for(width))
         for (int64_t numel : lengths_around(block))
           for (int stochastic = 0; stochastic < 2; ++stochastic) {
             ++turn;
-            if (dtype == CGX_FLOAT64 && bits != 32) continue;
+            if (dtype == CGX_FLOAT64 && width.kind != CGX_RAW) continue;
             if (quick && (turn % 11 != 0 || numel > 5000)) continue;
             const int64_t tails[] = {0, 0, numel % block, std::min<int64_t>(numel, 11)};
-            Case c = single(dtype, bits, block, numel, tails[turn % 4], stochastic);
+            Case c = single(dtype, width, block, numel, tails[turn % 4], stochastic);
             c.data = static_cast<Data>(turn % kDataKinds);
             c.residual = turn % 3 != 0;
             c.scale = turn % 5 < 2 ? 1.0 / 3 : 1;
@@ -66,31 +87,33 @@ void widths_types_blocks_lengths() {
 
 void reductions_of_1_2_and_5() {
   for (int dtype = 0; dtype < 4; ++dtype)
-    for (int64_t bits : kWidths)
-      for (int64_t block : {7, 64, 1024})
+    for (Width width : kWidths)
+      for (int64_t about : {7, 64, 1024})
         for (int64_t n_payloads : {1, 2, 5})
           for (double scale : {1.0, 1.0 / 3})
             for (int variant = 0; variant < 4; ++variant) {
-              if (dtype == CGX_FLOAT64 && bits != 32) continue;
-              if (quick && (bits + variant) % 4 != 0) continue;
-              Case c = single(dtype, bits, block, 2 * block + 21, variant % 2 ? 21 : 0, variant / 2);
+              if (dtype == CGX_FLOAT64 && width.kind != CGX_RAW) continue;
+              if (quick && (width.bits + variant) % 4 != 0) continue;
+              const int64_t block = width.block(about);
+              Case c = single(dtype, width, block, 2 * block + 21, variant % 2 ? 21 : 0, variant / 2);
               c.n_payloads = n_payloads;
               c.scale = scale;
               c.residual = variant % 2;
               lay_out(c, 1);
-              prepare(c, uint64_t(bits + variant));
+              prepare(c, uint64_t(width.bits + variant));
               check(c, {1, 2}, {kEnd, kStart});
             }
 }
 
 void every_kind_of_data() {
   for (int dtype = 0; dtype < 3; ++dtype)
-    for (int64_t bits : kWidths)
-      for (int64_t block : {5, 32, 512})
+    for (Width width : kWidths)
+      for (int64_t about : {5, 32, 512})
         for (int data = 0; data < kDataKinds; ++data)
           for (int stochastic = 0; stochastic < 2; ++stochastic) {
-            if (quick && block == 512) continue;
-            Case c = single(dtype, bits, block, 3 * block + 9, stochastic ? 9 : 0, stochastic);
+            if (quick && about == 512) continue;
+            const int64_t block = width.block(about);
+            Case c = single(dtype, width, block, 3 * block + 9, stochastic ? 9 : 0, stochastic);
             c.data = static_cast<Data>(data);
             lay_out(c, 3);
             prepare(c, uint64_t(data));
@@ -106,9 +129,9 @@ Case mixed_table(uint64_t seed, int64_t largest) {
   c.rounding = {seed, 1, 2, 0, int64_t(random.below(2))};
   c.residual = random.below(2);
   for (int64_t n = 1 + random.below(6); n > 0; --n) {
-    const int64_t block = kBlocks[random.below(15)], numel = random.below(largest);
-    const int64_t tail = random.below(2) ? numel % block : 0, bits = kWidths[random.below(9)];
-    c.pieces.push_back({0, numel, 0, tail, block, bits, kind_of(bits)});
+    const Width width = kWidths[random.below(std::size(kWidths))];
+    const int64_t block = width.block(kBlocks[random.below(15)]), numel = random.below(largest);
+    c.pieces.push_back({0, numel, 0, random.below(2) ? numel % block : 0, block, width.bits, width.kind});
   }
   lay_out(c, 1 + random.below(9));
   return c;
@@ -130,6 +153,7 @@ void threads_1_2_and_3() {
     c.pieces.resize(2);
     c.pieces[0] = {0, largest - 1, 0, 0, seed % 2 ? 33 : 1024, int64_t(1 + seed % 8), CGX_MAXMIN};
     c.pieces[1] = {0, largest / 2 + 7, 0, 0, seed % 2 ? 65536 : 100, 4, seed % 4 ? CGX_MAXMIN : CGX_RAW};
+    if (seed % 3 == 0) c.pieces[1] = {0, largest / 2 + 7, 0, 0, seed % 2 ? 4096 : 64, 3, CGX_ROTATED};
     c.numel = c.slot_nbytes = 0;
     lay_out(c, 3);
     prepare(c, seed);
@@ -153,7 +177,8 @@ void payloads_of_garbage() {
 void values_beyond_the_caches() {
   for (int dtype = 0; dtype < 3; ++dtype)
     for (int64_t gap : {0, 1}) {
-      Case c = single(dtype, 4, dtype ? 1024 : 500, (int64_t{17} << 20) / kFormats[dtype].nbytes + 32, 0, false);
+      Case c = single(dtype, {CGX_MAXMIN, 4}, dtype ? 1024 : 500, (int64_t{17} << 20) / kFormats[dtype].nbytes + 32, 0,
+                      false);
       lay_out(c, gap);
       const Bytes payload = make_garbage(c.slot_nbytes, uint64_t(dtype)),
                   before(size_t(c.numel * kFormats[dtype].nbytes));
@@ -243,15 +268,16 @@ std::vector<float> decoded(const Case& c, const Bytes& payload) {
 // residual = value - decoded, 0 for raw values, untouched in NaN blocks; that of a reduction divided by the scale.
 void residuals_say_what_was_lost() {
   for (int dtype = 0; dtype < 3; ++dtype)
-    for (int64_t bits : kWidths)
+    for (Width width : kWidths)
       for (int64_t block : {9, 64, 512})
         for (Data data : {kOrdinary, kBad})
           for (double scale : {1.0, 0.25}) {
-            Case c = single(dtype, bits, block, 4 * block + 5, 5, false);
+            if (width.kind == CGX_ROTATED) continue;
+            Case c = single(dtype, width, block, 4 * block + 5, 5, false);
             c.data = data;
             c.scale = scale;
             lay_out(c, 0);
-            prepare(c, uint64_t(block + bits));
+            prepare(c, uint64_t(block + width.bits));
             const std::vector<Product> made = run(c, kOracle, kHeap, 0x00);
             now_checking("scalar, residual: %s", describe(c).c_str());
             const int64_t quantized = quantized_of(c.pieces[0]);
@@ -287,7 +313,7 @@ void sums_are_own_values_and_then_payloads_in_order() {
     for (int64_t block : {9, 64, 512})
       for (int64_t n_payloads : {1, 2, 5})
         for (double scale : {1.0, 1.0 / 3}) {
-          Case c = single(CGX_FLOAT32, bits, block, 4 * block + 5, 5, false);
+          Case c = single(CGX_FLOAT32, {CGX_MAXMIN, bits}, block, 4 * block + 5, 5, false);
           c.n_payloads = n_payloads;
           c.scale = scale;
           lay_out(c, 0);
@@ -309,7 +335,7 @@ void sums_are_own_values_and_then_payloads_in_order() {
 
 void wrong_arguments_are_refused() {
   const Case good = [] {
-    Case c = single(CGX_FLOAT32, 4, 32, 100, 0, false);
+    Case c = single(CGX_FLOAT32, {CGX_MAXMIN, 4}, 32, 100, 0, false);
     lay_out(c, 0);
     prepare(c, 1);
     return c;
@@ -347,6 +373,17 @@ void wrong_arguments_are_refused() {
   refused("offset", kOracle, CGX_FLOAT32, with(&cgx_piece::offset, -1), 1);
   refused("payload", kOracle, CGX_FLOAT32, with(&cgx_piece::payload, -1), 1);
   refused("a reduction or a sum of nothing", kOracle, CGX_FLOAT32, p, 0);
+  for (int64_t kind : {-1, 3, 15, 16, 1000}) refused("codec", kOracle, CGX_FLOAT32, with(&cgx_piece::kind, kind), 1);
+  const auto rotated = [&](int64_t block, int64_t bits) {
+    cgx_piece changed = p;
+    changed.block = block, changed.bits = bits, changed.kind = CGX_ROTATED;
+    return changed;
+  };
+  for (int64_t bits : {0, 5, 8, 32}) refused("bits, rotated", kOracle, CGX_FLOAT32, rotated(64, bits), 1);
+  for (int64_t block : {0, 1, 32, 63, 65, 96, 1000, 8192})
+    refused("block, rotated", kOracle, CGX_FLOAT32, rotated(block, 4), 1);
+  refused("float64, rotated", kOracle, CGX_FLOAT64, rotated(64, 4), 1);
+  refused("bytes, rotated", kOracle, CGX_BYTES, rotated(64, 4), 1);
 }
 
 // Bytes are copied as they are, by any number of threads, and never summed up.
@@ -377,21 +414,22 @@ void bytes_are_copied() {
 
 // What checksum() returns on every architecture. It changes with the wire format and with its cases, and with nothing
 // else.
-constexpr uint64_t kChecksum = 0x844AC4AA581F8BF2ull;
+constexpr uint64_t kChecksum = 0x844AC4AA581F8BF2ull, kRotatedChecksum = 0x509AC4998BBCBF06ull;
 
 // FNV-1a over everything that the scalar level makes of cases that never change, but for sums.
-uint64_t checksum() {
+uint64_t checksum(bool rotated) {
   uint64_t hash = 0xCBF29CE484222325ull;
   for (int dtype = 0; dtype < 4; ++dtype)
-    for (int64_t bits : kWidths)
-      for (int64_t block : {7, 64, 1000})
+    for (Width width : kWidths)
+      for (int64_t about : {7, 64, 1000})
         for (int data = 0; data < kDataKinds; ++data) {
-          if (dtype == CGX_FLOAT64 && bits != 32) continue;
-          Case c = single(dtype, bits, block, block + 37, data % 2 ? 37 : 0, data / 2 % 2);
+          if ((width.kind == CGX_ROTATED) != rotated || (dtype == CGX_FLOAT64 && width.kind != CGX_RAW)) continue;
+          const int64_t block = width.block(about);
+          Case c = single(dtype, width, block, block + 37, data % 2 ? 37 : 0, data / 2 % 2);
           c.data = static_cast<Data>(data);
           c.scale = data % 3 ? 1 : 1.0 / 3;
           lay_out(c, 1);
-          prepare(c, uint64_t(bits * 100 + data));
+          prepare(c, uint64_t(width.bits * 100 + data));
           for (const Product& product : run(c, kOracle, kHeap, 0x00))
             for (uint8_t byte : product.bytes) hash = (hash ^ byte) * 0x100000001B3ull;
         }
@@ -437,7 +475,11 @@ int main(int argc, char** argv) {
     printf("ok: %s (%d cases)\n", group.name, int(cases));
     fflush(stdout);
   }
-  const auto sum = static_cast<unsigned long long>(checksum());
-  if (sum != kChecksum) fail("the scalar level's bytes have checksum %016llx, not that of other architectures", sum);
+  for (const bool rotated : {false, true}) {
+    const auto sum = static_cast<unsigned long long>(checksum(rotated));
+    if (sum != (rotated ? kRotatedChecksum : kChecksum))
+      fail("the scalar level's bytes%s have checksum %016llx, not that of other architectures",
+           rotated ? " of rotated pieces" : "", sum);
+  }
   return 0;
 }

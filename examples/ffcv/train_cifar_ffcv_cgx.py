@@ -34,6 +34,7 @@ from settings import add_data_flags, parse
 
 from cifar_data import MEAN, SPREAD, normalized
 from cifar_train import cifar_flags, train
+from common import leave
 
 
 class Betons:
@@ -110,6 +111,7 @@ def main() -> None:
     parser = cifar_flags(__doc__)
     add_data_flags(parser)
     train(parse(parser, ["data", "training"]), Betons)
+    leave()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch_cgx.version import __version__
 
 if TYPE_CHECKING:
     from torch_cgx.adaptive import AdaptiveBits
+    from torch_cgx.compress_model import compress
     from torch_cgx.ddp import CGXState, cgx_hook
     from torch_cgx.functional import dequantize, payload_nbytes, quantize
     from torch_cgx.group.process_group import ProcessGroupCGX
@@ -40,6 +41,7 @@ __all__ = [
     "TransportError",
     "__version__",
     "cgx_hook",
+    "compress",
     "compressed",
     "dequantize",
     "payload_nbytes",
@@ -57,6 +59,7 @@ __all__ = [
 _LAZY = {
     "AdaptiveBits": "torch_cgx.adaptive",
     "CGXState": "torch_cgx.ddp",
+    "compress": "torch_cgx.compress_model",
     "cgx_hook": "torch_cgx.ddp",
     "dequantize": "torch_cgx.functional",
     "payload_nbytes": "torch_cgx.functional",

@@ -1,4 +1,4 @@
-"""Which layer of a model travels with how many bits: from its name and shape alone."""
+"""Which layer of a model is compressed how: from its name and shape alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 from torch_cgx.config import EXACT, Compression, shortened
 
-__all__ = ["Choices", "read_compression"]
+__all__ = ["Choices", "read_compression", "write_compression"]
 
-_KEYS = ("bits", "bucket_size")
+_KEYS = ("bits", "bucket_size", "quantizer")
 _SHOWN = 8  # names in an error
 
 
@@ -72,19 +72,24 @@ class Choices:
                 )
 
 
-def read_compression(where: str, given: Mapping[str, int], default: Compression) -> Compression:
-    """A dict with "bits" and "bucket_size", as users write it; what is missing is as in the default."""
+def read_compression(where: str, given: Mapping[str, int | str], default: Compression) -> Compression:
+    """Read a dict with "bits", "bucket_size" and "quantizer". What is missing is as in the default."""
+    keys = f"{', '.join(map(repr, _KEYS[:-1]))} and {_KEYS[-1]!r}"
     if not isinstance(given, Mapping):
-        raise ValueError(
-            f"{where}: expected a dict with the keys {' and '.join(map(repr, _KEYS))}, got {shortened(given)}"
-        )
+        raise ValueError(f"{where}: expected a dict with the keys {keys}, got {shortened(given)}")
     unknown = [key for key in given if key not in _KEYS]
     if unknown:
-        raise ValueError(f"{where}: expected the keys {' and '.join(map(repr, _KEYS))}, got {shortened(unknown[0])}")
-    for key, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{where}: expected a whole number for {key!r}, got {shortened(value)}")
+        raise ValueError(f"{where}: expected the keys {keys}, got {shortened(unknown[0])}")
+    asked = {**write_compression(default), **given}
+    for key in ("bits", "bucket_size"):
+        if isinstance(asked[key], bool) or not isinstance(asked[key], int):
+            raise ValueError(f"{where}: expected a whole number for {key!r}, got {shortened(asked[key])}")
     try:
-        return Compression(given.get("bits", default.bits), given.get("bucket_size", default.block))
+        return Compression(asked["bits"], asked["bucket_size"], asked["quantizer"])  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def write_compression(compression: Compression) -> dict[str, int | str]:
+    """Return the dict that `read_compression` reads this from, whatever the default."""
+    return {"bits": compression.bits, "bucket_size": compression.block, "quantizer": compression.quantizer}

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
+from torch_cgx.config import DEFAULT_QUANTIZER
 from torch_cgx.ddp.checkpoint import gather_states, most_state_nbytes
 
 __all__ = ["CGXStrategy"]
@@ -58,8 +59,9 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
         *,
         bits: int = 4,
         bucket_size: int = 1024,
+        quantizer: str = DEFAULT_QUANTIZER,
         layer_min_size: int = 1024,
-        overrides: Mapping[str, Mapping[str, int]] | None = None,
+        overrides: Mapping[str, Mapping[str, int | str]] | None = None,
         stochastic: bool | None = None,
         error_feedback: bool = False,
         start_step: int = 0,
@@ -74,7 +76,7 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
         self.cgx_state: CGXState | None = None
         self._cgx_settings: dict[str, Any] = {
             "layer_min_size": layer_min_size,
-            "compression_params": {"bits": bits, "bucket_size": bucket_size},
+            "compression_params": {"bits": bits, "bucket_size": bucket_size, "quantizer": quantizer},
             "overrides": overrides,
             "stochastic": stochastic,
             "error_feedback": error_feedback,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
+from torch_cgx.config import DEFAULT_QUANTIZER
 from torch_cgx.ddp.checkpoint import broadcast_state, most_state_nbytes
 
 __all__ = ["CGXCallback"]
@@ -40,8 +41,9 @@ class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         *,
         bits: int = 4,
         bucket_size: int = 1024,
+        quantizer: str = DEFAULT_QUANTIZER,
         layer_min_size: int = 1024,
-        overrides: Mapping[str, Mapping[str, int]] | None = None,
+        overrides: Mapping[str, Mapping[str, int | str]] | None = None,
         stochastic: bool | None = None,
         error_feedback: bool = False,
         start_step: int = 0,
@@ -53,7 +55,7 @@ class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self._model: DistributedDataParallel | None = None  # the one that has the hook
         self._settings: dict[str, Any] = {
             "layer_min_size": layer_min_size,
-            "compression_params": {"bits": bits, "bucket_size": bucket_size},
+            "compression_params": {"bits": bits, "bucket_size": bucket_size, "quantizer": quantizer},
             "overrides": overrides,
             "stochastic": stochastic,
             "error_feedback": error_feedback,

@@ -24,7 +24,7 @@ def choice(step: int, reason: str, **bits: int) -> dict[str, Any]:
 def report(*choices: dict[str, Any], layers: tuple[str, ...] = ("first.weight", "first.bias", "last.weight")) -> Any:
     """As a state writes it: numels of 1000, 2000 and so on."""
     told = [
-        LayerReport(name, 1000 * number, 4, 4000 * number, 500 * number, None, None, None, False)
+        LayerReport(name, 1000 * number, 4, "maxmin", 4000 * number, 500 * number, None, None, None, False)
         for number, name in enumerate(layers, 1)
     ]
     return Report(0, 100, None, told, choices).as_dict()

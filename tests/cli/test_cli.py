@@ -14,6 +14,7 @@ from torch_cgx.cli import main
 from torch_cgx.cli.bench import report
 from torch_cgx.cli.registry import COMMANDS, size
 from torch_cgx.cli.table import format_nbytes, format_seconds, format_table
+from torch_cgx.config import Compression
 
 Capture = pytest.CaptureFixture[str]
 
@@ -52,6 +53,9 @@ def test_a_size_is_bytes_with_powers_of_1024(text: str, nbytes: int) -> None:
         (["--rate", "1gbit"], "--nodes"),
         (["--rate", "fast", "--nodes", "2"], "1mbit to 100gbit"),
         (["--bucket-size", "0"], "from 1 to 65536"),
+        (["--quantizer", "maxmax"], "choose from"),
+        (["--quantizer", "rotated", "--bits", "8"], "bits of the rotated quantizer: expected 1 to 4"),
+        (["--quantizer", "rotated", "--bucket-size", "1000"], "expected one of 64, 128, 256, 512, 1024, 2048, 4096"),
         (["--dtype", "int8"], "float32"),
         (["--against", "smoke"], "gloo"),
         (["--seconds", "-1"], "above 0"),
@@ -151,7 +155,7 @@ def rank_cell(
 def test_median_is_of_the_slowest_ranks_batches_and_p95_of_single_operations() -> None:
     first = [rank_cell("cgx", 1000, [[100, 100], [200, 200], [900, 100]])]
     second = [rank_cell("cgx", 1000, [[100, 300], [100, 100], [300, 100]])]
-    (cell,) = report.merge_cells([first, second], bits=4, bucket_size=1024)
+    (cell,) = report.merge_cells([first, second], compression=Compression(4, 1024))
     assert cell["batch_ns"] == [400, 400, 1000]
     assert cell["median_s"] == pytest.approx(200e-9)
     assert cell["p95_s"] == pytest.approx(900e-9)
@@ -165,16 +169,17 @@ def test_ratio_is_the_other_median_over_ours_at_the_same_size() -> None:
         rank_cell("cgx", 4000, [[100]]),
         rank_cell("gloo", 4000, [[50]]),
     ]
-    ours, gloo, ours_large, _ = report.merge_cells([cells, cells], bits=4, bucket_size=1024)
+    ours, gloo, ours_large, _ = report.merge_cells([cells, cells], compression=Compression(4, 1024))
     assert ours["ratio"] == {"gloo": pytest.approx(5.0)}
     assert ours_large["ratio"] == {"gloo": pytest.approx(0.5)}
     assert "ratio" not in gloo
-    assert (gloo["bits"], gloo["bucket_size"]) == (32, None)
+    assert (gloo["bits"], gloo["bucket_size"], gloo["quantizer"]) == (32, None, None)
+    assert (ours["bits"], ours["bucket_size"], ours["quantizer"]) == (4, 1024, "maxmin")
 
 
 def test_bytes_sent_are_counted_for_cgx_and_computed_for_a_ring() -> None:
     cells = [rank_cell("cgx", 3000, [[100]]), rank_cell("gloo", 3000, [[100]])]
-    ours, gloo = report.merge_cells([cells] * 3, bits=4, bucket_size=1024)
+    ours, gloo = report.merge_cells([cells] * 3, compression=Compression(4, 1024))
     assert (ours["check"]["sent_nbytes"], ours["check"]["sent_from"]) == (375, "stats")
     assert (gloo["check"]["sent_nbytes"], gloo["check"]["sent_from"]) == (pytest.approx(4000), "ring")
 
@@ -186,19 +191,19 @@ def test_share_of_the_limit_is_the_least_time_on_the_slower_direction_over_the_m
         [rank_cell("cgx", 1 << 20, [[3_000_000]], (5, 11)), rank_cell("gloo", 1 << 20, [[10_000_000]])],
         [rank_cell("cgx", 1 << 20, [[3_000_000]]), rank_cell("gloo", 1 << 20, [[10_000_000]])],
     ]
-    ours, gloo = report.merge_cells(cells, bits=4, bucket_size=1024, link=link)
+    ours, gloo = report.merge_cells(cells, compression=Compression(4, 1024), link=link)
     assert gloo["limit_nbytes"] == pytest.approx(4 / 3 * (1 << 20))
     assert gloo["limit_share"] == pytest.approx(4 / 3 * (1 << 20) / 100e6 / 0.020)
     payload = (1 << 18) // 2 + 8 * 256  # four bits a value, and two floats for each of 256 blocks
     assert ours["limit_nbytes"] == pytest.approx(4 / 3 * payload)
     assert ours["limit_share"] == pytest.approx(4 / 3 * payload / 100e6 / 0.004)
     assert ours["link_nbytes"] == 11
-    on_one_host, _ = report.merge_cells(cells, bits=4, bucket_size=1024)
+    on_one_host, _ = report.merge_cells(cells, compression=Compression(4, 1024))
     assert "limit_share" not in on_one_host
 
 
 def test_a_payload_is_never_counted_as_more_than_the_values_themselves() -> None:
-    assert report.least_nbytes(2, numel=1, itemsize=4, bits=4, bucket_size=1024) == 4
+    assert report.least_nbytes(2, numel=1, itemsize=4, compression=Compression(4, 1024)) == 4
 
 
 def test_busy_is_compared_with_quiet_by_the_slowest_rank() -> None:
@@ -224,7 +229,7 @@ def test_plot_is_a_png(backends: list[str], tmp_path: Path) -> None:
     result = {
         "machine": {"cpu": "a processor", "cores": 2},
         "settings": {"nproc": 2, "dtype": "float32", "bits": 4, "bucket_size": 1024},
-        "cells": report.merge_cells([cells], bits=4, bucket_size=1024),
+        "cells": report.merge_cells([cells], compression=Compression(4, 1024)),
     }
     draw_allreduce(result, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

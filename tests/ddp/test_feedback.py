@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_cgx
+from tests.support.families import each_once
 from tests.support.gradients import DTYPES
 from tests.support.harness import OVER_GLOO, Rank, run_ranks
 from tests.support.hooked import descend, gradients_of, in_memory_order
@@ -42,9 +43,13 @@ def wide_loss(net: nn.Module, step: int, rank: int, scale: float = 1.0) -> Tenso
     return loss
 
 
+def params_of(quantizer: str) -> dict[str, int | str]:
+    return {"bits": 2, "bucket_size": 64, "quantizer": quantizer}
+
+
 def hooked(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[DistributedDataParallel, CGXState]:
     ddp = DistributedDataParallel(make_wide(dtype), bucket_cap_mb=0.05)  # several grad buckets, and new ones
-    given = {"compression_params": {"bits": 2, "bucket_size": 64}, "error_feedback": True, **options}
+    given = {"compression_params": params_of("maxmin"), "error_feedback": True, **options}
     state = CGXState.from_model(ddp, **given)
     ddp.register_comm_hook(state, cgx_hook)
     return ddp, state
@@ -82,10 +87,10 @@ def check_law(
             assert float(kept.abs().max()) > 0.01 * largest, f"{name}: nothing was kept"
 
 
-def steps_conserve(me: Rank) -> list[Tensor]:
+def steps_conserve(me: Rank, quantizer: str) -> list[Tensor]:
     ends = []
     for dtype in DTYPES:
-        ddp, state = hooked(dtype)
+        ddp, state = hooked(dtype, compression_params=params_of(quantizer))
         for step in range(STEPS):
             before = residuals_of(state, ddp.module)
             own = gradients_of(ddp.module, wide_loss, step, me.rank)
@@ -99,7 +104,7 @@ def steps_conserve(me: Rank) -> list[Tensor]:
         (torch.float32, False, False),
         (torch.bfloat16, True, True),
     ):
-        skipped_weights_conserve(me, dtype, given, to_none)
+        skipped_weights_conserve(me, quantizer, dtype, given, to_none)
     return ends
 
 
@@ -126,11 +131,11 @@ USERS: tuple[tuple[tuple[int, ...], ...], ...] = (
 )
 
 
-def skipped_weights_conserve(me: Rank, dtype: torch.dtype, given: bool, to_none: bool) -> None:
+def skipped_weights_conserve(me: Rank, quantizer: str, dtype: torch.dtype, given: bool, to_none: bool) -> None:
     """What a rank has kept for a weight waits until that rank uses it: DDP ignores averages that nobody had part in."""
     ddp = DistributedDataParallel(Skipping(dtype), find_unused_parameters=True, bucket_cap_mb=0.01)
-    params = {"compression_params": {"bits": 2, "bucket_size": 64}, "error_feedback": True}
-    state = CGXState.from_model(ddp if given else ddp.module, **params)  # type: ignore[arg-type]
+    model = ddp if given else ddp.module
+    state = CGXState.from_model(model, compression_params=params_of(quantizer), error_feedback=True)
     ddp.register_comm_hook(state, cgx_hook)
     into, applied = torch.zeros(2, 3, 64 * 32, dtype=torch.float64)
     for step, users in enumerate(USERS):
@@ -153,7 +158,12 @@ def skipped_weights_conserve(me: Rank, dtype: torch.dtype, given: bool, to_none:
 
 @each_way
 def test_nothing_is_lost_in_any_dtype(variables: dict[str, str]) -> None:
-    same_on_all_ranks(run_ranks(steps_conserve, 3, "cgx", env=variables))
+    same_on_all_ranks(run_ranks(steps_conserve, 3, "cgx", "maxmin", env=variables))
+
+
+@each_way
+def test_nothing_is_lost_of_rotated_values_either(variables: dict[str, str]) -> None:
+    same_on_all_ranks(run_ranks(steps_conserve, 3, "cgx", "rotated", env=variables))
 
 
 def exact_steps_between(me: Rank) -> Tensor:
@@ -222,8 +232,8 @@ def test_residuals_follow_the_scale_of_the_loss(on_device: bool) -> None:
     same_on_all_ranks(run_ranks(scale_changes, 2, "cgx", on_device))
 
 
-def a_block_is_nan(me: Rank, dtype: torch.dtype) -> None:
-    ddp, state = hooked(dtype)
+def a_block_is_nan(me: Rank, dtype: torch.dtype, quantizer: str) -> None:
+    ddp, state = hooked(dtype, compression_params=params_of(quantizer))
     for step in range(2):
         ddp.zero_grad()
         wide_loss(ddp, step, me.rank).backward()
@@ -244,9 +254,9 @@ def a_block_is_nan(me: Rank, dtype: torch.dtype) -> None:
     assert all(torch.isfinite(kept).all() for kept in after)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_block_that_is_nan_keeps_its_residual(dtype: torch.dtype) -> None:
-    run_ranks(a_block_is_nan, 2, "cgx", dtype)
+@pytest.mark.parametrize(("dtype", "quantizer"), each_once((torch.float32, torch.bfloat16), ("maxmin", "rotated")))
+def test_a_block_that_is_nan_keeps_its_residual(dtype: torch.dtype, quantizer: str) -> None:
+    run_ranks(a_block_is_nan, 2, "cgx", dtype, quantizer)
 
 
 def error_over_steps(me: Rank, feedback: bool) -> float:

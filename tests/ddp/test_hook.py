@@ -54,6 +54,27 @@ def test_the_hook_compresses_large_layers_whatever_the_backend(backend: str, var
     same_on_all_ranks(run_ranks(as_scripts_write_it, 2, backend, env={**variables, BITS: "2"}))
 
 
+def rotated(me: Rank) -> Tensor:
+    ddp = DistributedDataParallel(make_net())
+    overrides = {"branch.*": {"quantizer": "maxmin", "bits": 8}}
+    state = hook(ddp, compression_params={"bits": 3, "quantizer": "rotated"}, overrides=overrides)
+    for step in range(3):
+        layers = checked_step(ddp, state, loss_of, me.rank, me.world, step)
+        descend(ddp)
+    chosen = {name: (layers[name].bits, layers[name].quantizer) for name in COMPRESSED}
+    assert chosen == {"first.weight": (3, "rotated"), "branch.weight": (8, "maxmin")}
+    assert layers["first.weight"].bytes_sent == 8 + 2 * 4 + 2048 * 3 // 8
+    measured = layers["first.weight"].relative_error
+    assert measured is not None and 0.15 < measured < 0.25
+    assert str(state.report()).splitlines()[1].split()[:4] == ["first.weight", "2,048", "3", "rotated"]
+    return flat(ddp)
+
+
+@each_way
+def test_layers_of_both_quantizers_lie_in_one_grad_bucket(variables: dict[str, str]) -> None:
+    same_on_all_ranks(run_ranks(rotated, 3, "cgx", env=variables))
+
+
 def compressed_layers(state: CGXState) -> set[str]:
     return {layer.name for layer in state.report().layers if layer.bits != 32}
 

@@ -36,6 +36,12 @@ def bits_of(state: CGXState, net: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (each.bits, each.block) for name, each in chosen.items() if each.bits != 32}
 
 
+def quantizers_of(state: CGXState, net: nn.Module) -> dict[str, str]:
+    """The quantizer of each parameter that is compressed."""
+    chosen = {name: state._choices.of([name], p.shape, p.numel()) for name, p in net.named_parameters()}
+    return {name: each.quantizer for name, each in chosen.items() if not each.is_exact}
+
+
 def test_large_layers_of_several_dimensions_are_compressed_and_no_others() -> None:
     net = make_net()
     expected = {"0.weight": (4, 1024), "3.weight": (4, 1024)}
@@ -56,6 +62,17 @@ def test_of_several_overrides_that_match_the_last_holds() -> None:
     assert bits_of(state, net) == {"0.weight": (8, 512), "2.weight": (8, 512), "3.weight": (2, 64)}
     overrides["*"] = {"bits": 32}
     assert bits_of(CGXState.from_model(net, overrides=overrides), net) == {}
+
+
+def test_a_quantizer_is_chosen_beside_bits_and_an_override_may_have_another() -> None:
+    net = make_net()
+    assert quantizers_of(CGXState(), net) == {"0.weight": "maxmin", "3.weight": "maxmin"}
+    rotated = CGXState(compression_params={"bits": 2, "quantizer": "rotated"})
+    assert quantizers_of(rotated, net) == {"0.weight": "rotated", "3.weight": "rotated"}
+    assert bits_of(rotated, net) == {"0.weight": (2, 1024), "3.weight": (2, 1024)}
+    overrides: dict[str, dict[str, int | str]] = {"3.*": {"bits": 8, "quantizer": "maxmin"}}
+    mixed = CGXState.from_model(net, compression_params={"bits": 2, "quantizer": "rotated"}, overrides=overrides)
+    assert quantizers_of(mixed, net) == {"0.weight": "rotated", "3.weight": "maxmin"}
 
 
 def test_a_shared_parameter_answers_to_each_of_its_names() -> None:
@@ -81,9 +98,30 @@ def test_names_are_those_of_the_users_module() -> None:
         ({"compression_params": {"bits": 0}}, "expected 1 to 8 or 32, got 0"),
         ({"compression_params": {"bits": "4"}}, "compression_params: expected a whole number for 'bits', got '4'"),
         ({"compression_params": {"bits": True}}, "expected a whole number for 'bits', got True"),
-        ({"compression_params": {"bit": 4}}, "expected the keys 'bits' and 'bucket_size', got 'bit'"),
+        ({"compression_params": {"bit": 4}}, "expected the keys 'bits', 'bucket_size' and 'quantizer', got 'bit'"),
         ({"compression_params": {"bucket_size": 0}}, "bucket size: expected 1 to 65536 values, got 0"),
-        ({"compression_params": 4}, "expected a dict with the keys 'bits' and 'bucket_size', got 4"),
+        ({"compression_params": 4}, "with the keys 'bits', 'bucket_size' and 'quantizer', got 4"),
+        ({"compression_params": {"quantizer": "maxmax"}}, "quantizer: expected 'maxmin' or 'rotated', got 'maxmax'"),
+        (
+            {"compression_params": {"quantizer": 2}},
+            "compression_params: quantizer: expected 'maxmin' or 'rotated', got 2",
+        ),
+        (
+            {"compression_params": {"bits": 5, "quantizer": "rotated"}},
+            r"compression_params: bits of the rotated quantizer: expected 1 to 4 \(or 32: exact; .*got 5",
+        ),
+        (
+            {"compression_params": {"bucket_size": 1000, "quantizer": "rotated"}},
+            "expected one of 64, 128, 256, 512, 1024, 2048, 4096, got 1000",
+        ),
+        (
+            {"compression_params": {"quantizer": "rotated"}, "overrides": {"0.*": {"bits": 8}}},
+            r"overrides\['0\.\*'\]: bits of the rotated quantizer: .* got 8",
+        ),
+        (
+            {"compression_params": {"quantizer": "rotated"}, "adaptive": "auto"},
+            "adaptive: expected the quantizer 'maxmin', among whose widths it chooses, got 'rotated'",
+        ),
         ({"overrides": {"0.*": {"bits": 3.5}}}, r"overrides\['0\.\*'\]: expected a whole number for 'bits', got 3\.5"),
         ({"overrides": {"nothing.*": {"bits": 8}}}, "got 'nothing.*', which matches none of 0.weight"),
         ({"layer_min_size": -1}, "layer_min_size: expected 0 or more values, got -1"),
@@ -252,10 +290,69 @@ def test_a_state_dict_holds_plain_types_and_tensors_and_comes_back() -> None:
 
 
 def test_loading_refuses_what_is_no_state_of_this_version() -> None:
-    with pytest.raises(ValueError, match="expected version 1 to 2, got None"):
+    with pytest.raises(ValueError, match="expected version 1 to 3, got None"):
         CGXState().load_state_dict({})
-    with pytest.raises(ValueError, match="expected version 1 to 2, got 99"):
+    with pytest.raises(ValueError, match="expected version 1 to 3, got 99"):
         CGXState().load_state_dict({**CGXState().state_dict(), "version": 99})
+
+
+# What `state_dict` returned before there were other quantizers.
+OF_VERSION_2: dict[str, Any] = {
+    "version": 2,
+    "step": 3,
+    "settings": {
+        "layer_min_size": 512,
+        "compression_params": {"bits": 3, "bucket_size": 256},
+        "overrides": {"0.*": {"bits": 2}},
+        "stochastic": None,
+        "error_feedback": True,
+        "start_step": 0,
+        "adaptive": None,
+    },
+    "rank": 0,
+    "world": 1,
+    "residuals": {"0.weight": torch.ones(2048)},
+    "residual_scale": 8.0,
+    "adaptive": None,
+}
+# And before bits could choose themselves.
+OF_VERSION_1: dict[str, Any] = {
+    **{key: value for key, value in OF_VERSION_2.items() if key != "adaptive"},
+    "version": 1,
+    "settings": {key: value for key, value in OF_VERSION_2["settings"].items() if key != "adaptive"},
+}
+
+
+@pytest.mark.parametrize("saved", [OF_VERSION_1, OF_VERSION_2], ids=["version 1", "version 2"])
+def test_what_an_older_release_saved_loads_with_maxmin(saved: dict[str, Any]) -> None:
+    net = make_net()
+    state = CGXState.from_model(net, compression_params={"bits": 3, "bucket_size": 256, "quantizer": "rotated"})
+    with pytest.warns(UserWarning, match="compression_params .*'rotated'} becomes .*'maxmin'}"):
+        state.load_state_dict(saved)
+    assert bits_of(state, net) == {"0.weight": (2, 256), "2.weight": (3, 256), "3.weight": (3, 256)}
+    assert set(quantizers_of(state, net).values()) == {"maxmin"}
+    again = state.state_dict()
+    assert again["step"] == 3 and torch.equal(again["residuals"]["0.weight"], torch.ones(2048))
+
+
+def test_settings_that_come_to_the_same_are_loaded_without_a_word() -> None:
+    given = {"bits": 3, "bucket_size": 256, "quantizer": "maxmin"}
+    state = CGXState.from_model(
+        make_net(), None, 512, given, overrides={"0.*": {"bits": 2, "bucket_size": 256}}, error_feedback=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.load_state_dict(OF_VERSION_2)
+
+
+def test_a_state_dict_has_the_quantizer() -> None:
+    net = make_net()
+    options: dict[str, Any] = {"overrides": {"3.*": {"quantizer": "maxmin"}}}
+    saved = CGXState.from_model(net, compression_params={"bits": 2, "quantizer": "rotated"}, **options).state_dict()
+    state = CGXState.from_model(net)
+    with pytest.warns(UserWarning, match="settings are now those of the checkpoint"):
+        state.load_state_dict(saved)
+    assert quantizers_of(state, net) == {"0.weight": "rotated", "3.weight": "maxmin"}
 
 
 def test_residuals_of_layers_that_the_model_does_not_have_are_dropped_with_a_warning() -> None:
@@ -292,22 +389,25 @@ def test_a_state_can_be_copied_and_pickled_without_its_group(copied: Any) -> Non
 NUMEL = 20481 + 10 + 60000 + 128
 
 
-def known_bucket(values: Tensor, block: int = 64, skip_incomplete: bool = False) -> KnownBucket:
+def known_bucket(
+    values: Tensor, block: int = 64, skip_incomplete: bool = False, quantizer: str = "maxmin"
+) -> KnownBucket:
     """Layers of 20481 (the last block has one value), 10 (exact), 60000 (exact) and 128 values."""
     layers, start = [], 0
     for number, (numel, bits) in enumerate(((20481, 4), (10, 32), (60000, 32), (128, 2))):
         parameter = nn.Parameter(torch.zeros(numel))
-        layers.append(KnownLayer(f"layer {number}", parameter, start, numel, Compression(bits, block)))
+        layers.append(KnownLayer(f"layer {number}", parameter, start, numel, Compression(bits, block, quantizer)))
         start += numel
     assert values.numel() == start == NUMEL
     return KnownBucket(torch.float32, layers, True, skip_incomplete)
 
 
 @pytest.mark.parametrize("skip_incomplete", [False, True])
-@pytest.mark.parametrize("block", [8, 64])  # with 8, looking at everything is cheaper
-def test_a_quick_look_sees_every_value_that_is_not_finite(block: int, skip_incomplete: bool) -> None:
+# With 8, looking at everything is cheaper.
+@pytest.mark.parametrize(("block", "quantizer"), [(8, "maxmin"), (64, "maxmin"), (64, "rotated")])
+def test_a_quick_look_sees_every_value_that_is_not_finite(block: int, quantizer: str, skip_incomplete: bool) -> None:
     values = torch.randn(NUMEL)
-    known = known_bucket(values, block, skip_incomplete)
+    known = known_bucket(values, block, skip_incomplete, quantizer)
     assert (len(known._positions) == 0) == (block == 8)
     assert not known.may_be_nonfinite(values, compressed=True)
     assert not known.may_be_nonfinite(values, compressed=False)
@@ -357,6 +457,37 @@ def test_a_measured_error_is_that_of_the_quantizer() -> None:
     values[3] = torch.nan
     known.measure(values)
     assert known.layers[0].relative_error == before
+
+
+def test_a_report_says_the_quantizer_where_it_is_not_maxmin() -> None:
+    state = CGXState()
+    state._buckets[0] = known_bucket(torch.zeros(NUMEL), quantizer="rotated")
+    report = state.report()
+    assert [layer.quantizer for layer in report.layers] == ["rotated", None, None, "rotated"]
+    first, second, *_ = str(report).splitlines()[1:]
+    assert first.split() == ["layer", "0", "20,481", "4", "rotated", "81,924", "11,568"]
+    assert second.split() == ["layer", "1", "10", "exact", "40", "40"]
+    assert report.as_dict()["layers"]["layer 3"]["quantizer"] == "rotated"
+    state._buckets[0] = known_bucket(torch.zeros(NUMEL))
+    assert str(state.report()).splitlines()[1].split()[:5] == ["layer", "0", "20,481", "4", "81,924"]
+
+
+class _Writer:
+    """In the place of a SummaryWriter."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars[tag] = value
+
+
+def test_tensorboard_gets_bits_under_the_quantizers_name() -> None:
+    state, writer = CGXState(), _Writer()
+    state._buckets[0] = known_bucket(torch.zeros(NUMEL), quantizer="rotated")
+    state.log_to(writer)
+    assert writer.scalars["cgx/rotated_bits/layer 0"] == 4 and writer.scalars["cgx/bits/layer 1"] == 32
+    assert "cgx/bits/layer 0" not in writer.scalars
 
 
 def test_a_state_without_a_step_reports_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torch_cgx
-from torch_cgx.codecs import RAW, MaxMin
+from torch_cgx.codecs import RAW, MaxMin, Rotated
 from torch_cgx.config import Compression, Settings
 from torch_cgx.group.compression import Override
 from torch_cgx.plan.layout import Layer
@@ -89,6 +90,20 @@ def test_the_report_tells_of_every_parameter_in_the_order_of_the_model() -> None
 
 
 @pytest.mark.usefixtures("alone")
+def test_one_quantizer_is_for_gradients_and_for_weights_of_so_few_bits_and_overrides_have_their_own() -> None:
+    lines = compress(sharded(), quantizer="rotated").report().splitlines()
+    assert lines[1].split() == ["0.weight", "2,048", "4", "rotated", "8", "1024"]
+    assert lines[2].split() == ["0.bias", "64", "32", "32"]
+    handle = compress(sharded(), grad_bits=2, weight_bits=4, quantizer="rotated", overrides={"3.*": {"grad_bits": 32}})
+    lines = handle.report().splitlines()
+    assert lines[1].split() == ["0.weight", "2,048", "2", "rotated", "4", "rotated", "1024"]
+    assert lines[-2].split() == ["3.weight", "16,384", "32", "4", "rotated", "1024"]
+    handle = compress(sharded(), overrides={"0.*": {"quantizer": "rotated", "bucket_size": 256}})
+    chosen = {each.name: each.grad for each in handle.parameters}
+    assert chosen["0.weight"] == Compression(4, 256, "rotated") and chosen["3.weight"] == Compression(4, 1024)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -97,6 +112,14 @@ def test_the_report_tells_of_every_parameter_in_the_order_of_the_model() -> None
         ({"weight_bits": 0}, "weight_bits: expected 1 to 8 or 32, got 0"),
         ({"weight_bits": "8"}, "weight_bits: expected 1 to 8 or 32, got '8'"),
         ({"bucket_size": 0}, "bucket size: expected 1 to 65536 values, got 0"),
+        ({"quantizer": "maxmax"}, "quantizer: expected 'maxmin' or 'rotated', got 'maxmax'"),
+        ({"grad_bits": 5, "quantizer": "rotated"}, "grad_bits of the rotated quantizer: expected 1 to 4"),
+        ({"weight_bits": 9, "quantizer": "rotated"}, "weight_bits of the rotated quantizer: expected 1 to 4"),
+        ({"bucket_size": 96, "quantizer": "rotated"}, "bucket size of the rotated quantizer: expected one of 64, 128"),
+        (
+            {"overrides": {"0.*": {"quantizer": 1}}},
+            "overrides['0.*']: quantizer: expected 'maxmin' or 'rotated', got 1",
+        ),
         ({"min_numel": -1}, "min_numel: expected 0 or more values, got -1"),
         ({"overrides": [1]}, "overrides: expected a dict of dicts by patterns of names, got [1]"),
         ({"overrides": {"0.*": 8}}, "overrides['0.*']: expected a pattern and a dict with the keys"),
@@ -204,6 +227,15 @@ def test_a_reduce_scatter_is_of_all_parameters_or_of_those_that_are_trained_or_o
     assert reduced([SimpleNamespace()], 777) == [(777, 4)]  # of another torch
 
 
+def test_a_reduce_scatter_of_nobody_knows_what_takes_rotated_rather_than_maxmin_at_the_same_bits() -> None:
+    group = FakeGroup()
+    comm = ReduceScatter(
+        [fake_param(1000), fake_param(500)], [Compression(4, 256, "rotated"), FOUR], FOUR, FakeGroups()
+    )
+    comm(torch.empty(1000), torch.empty(2000), group, "AVG")
+    assert group.asked[0][0] == (Layer(1000, Rotated(4, 256)),)
+
+
 def gathered(params: list[Any], numel: int) -> list[tuple[int, int]]:
     comm = AllGather(params, [FOUR, EXACT, EIGHT][: len(params)], FOUR, FakeGroups())
     group = FakeGroup()
@@ -245,6 +277,13 @@ def test_layers_of_one_total_are_cut_where_either_is_and_keep_the_more_exact_qua
     assert finest(one, other) == finest(other, one) == merged
     assert finest(merged, one) == merged
     assert finest(one, one) is one
+
+
+def test_at_the_same_bits_rotated_loses_less_whatever_the_blocks_and_more_bits_lose_less_still() -> None:
+    worst_first = (MaxMin(2, 512), MaxMin(2, 64), Rotated(2, 4096), Rotated(2, 64), MaxMin(3, 512), Rotated(3, 64), RAW)
+    for worse, better in pairwise(worst_first):
+        one, other = (Layer(8192, worse),), (Layer(8192, better),)
+        assert finest(one, other) == finest(other, one) == other
 
 
 class FakeReplicateGroup:

@@ -287,7 +287,7 @@ def trains(me: Rank, options: dict[str, Any]) -> None:
         return shard(net, **settings)
 
     exact, net = prepared(), prepared()
-    handle = compressed(net)
+    handle = compressed(net, **options.get("compress", {}))
     names = [each.name for each in handle.parameters]
     assert names == [name for name, _ in make_net().named_parameters()]
     wanted = train(exact, me.rank, STEPS)
@@ -311,6 +311,7 @@ def trains(me: Rank, options: dict[str, Any]) -> None:
     ("world", "options"),
     [
         (2, {}),
+        (2, {"compress": {"grad_bits": 2, "quantizer": "rotated"}}),
         (4, {"reshard": 2}),
         (3, {"checkpointing": True, "mixed": torch.bfloat16}),
         pytest.param(4, {}, marks=pytest.mark.matrix),

@@ -16,6 +16,7 @@ from tests.support.error_bound import error_bound
 from tests.support.families import only
 from tests.support.gradients import BITS, DTYPES, digest, exact_sum, is_exact, noise, summed, within_bound
 from tests.support.harness import Rank, run_ranks
+from torch_cgx.config import QUANTIZER_VARIABLE
 
 pytestmark = pytest.mark.ranks
 
@@ -60,6 +61,36 @@ def test_all_ranks_hold_the_same_bits_within_the_bound(world: int) -> None:
     assert len(first) > 100
     for other in others:
         assert other == first
+
+
+def rotated_all_reduces(me: Rank) -> list[str]:
+    """Check every width with every dtype and op against what one rotation loses of each contribution and of the sum."""
+    os.environ[QUANTIZER_VARIABLE] = "rotated"
+    digests: list[str] = []
+    for bits, once in ((1, 0.571), (2, 0.1332), (3, 0.0358), (4, 0.0096)):
+        os.environ[BITS] = str(bits)
+        for index, (dtype, average) in enumerate((d, a) for d in DTYPES for a in (False, True)):
+            for numel in (1025, 20_001, *([1_000_003] if index == bits else [])):
+                x = noise(me.rank, numel, dtype)
+                dist.all_reduce(x, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+                if me.rank == len(digests) % me.world:
+                    exact = exact_sum(me.world, numel, dtype)
+                    others = sum(noise(rank, numel, dtype).double().square().sum() for rank in range(me.world))
+                    lost = (x.double() * (me.world if average else 1) - exact).square().sum()
+                    assert lost < 1.3 * once * (others + (1 + once) * exact.square().sum()) + 1e-4 * others
+                digests.append(digest(x))
+    same = torch.full((5000,), 2.5)  # constant blocks are exact at every width
+    dist.all_reduce(same)
+    assert torch.equal(same, torch.full((5000,), 2.5 * me.world))
+    return digests
+
+
+@pytest.mark.parametrize("world", only([3], [2, 3, 4, 5]))
+def test_all_ranks_hold_the_same_bits_of_rotated_sums(world: int) -> None:
+    levels = {1: {"CGX_SIMD": "scalar", "CGX_NUM_THREADS": "3"}}
+    first, *others = run_ranks(rotated_all_reduces, world, "cgx", rank_env=levels, timeout_s=120.0)
+    assert len(set(first)) == len(first) > 50
+    assert all(other == first for other in others)
 
 
 def kinds_that_stay_exact(me: Rank) -> None:

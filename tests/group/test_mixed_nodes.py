@@ -19,7 +19,8 @@ from torch import Tensor
 import torch_cgx
 from tests.support.gradients import BITS, digest, noise
 from tests.support.harness import Rank, names, needs_native, observe_ranks, raised, run_ranks
-from torch_cgx.codecs import RAW, Codec, MaxMin
+from torch_cgx.codecs import RAW, Codec, MaxMin, family, make_codec
+from torch_cgx.config import QUANTIZER_VARIABLE
 from torch_cgx.engines import memory
 from torch_cgx.kernels import Rounding
 from torch_cgx.kernels.native import default_kernels
@@ -86,20 +87,21 @@ def expected_sum(
 
 def sums(me: Rank, nodes: str, topology: Topology) -> list[str]:
     assert group_of(nodes)._parts.host.reducer.topology == topology
-    cases = [(bits, numel) for bits in (1, 4, 8, 32) for numel in (16, 700, 40_001)]
-    cases.append((4, 900_001))  # several slices
+    cases = [("maxmin", bits, numel) for bits in (1, 4, 8, 32) for numel in (16, 700, 40_001)]
+    cases += [("rotated", 1, 700), ("rotated", 2, 40_001), ("rotated", 3, 16), ("rotated", 4, 3000)]
+    cases += [("maxmin", 4, 900_001), ("rotated", 2, 900_001)]  # several slices
     digests = []
-    for number, (bits, numel) in enumerate(cases):
+    for number, (name, bits, numel) in enumerate(cases):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
-        os.environ[BITS] = str(bits)
+        os.environ[BITS], os.environ[QUANTIZER_VARIABLE] = str(bits), name
         x = noise(me.rank, numel, dtype)
         dist.all_reduce(x, dist.ReduceOp.AVG if number % 2 else dist.ReduceOp.SUM)
         if me.rank == number % me.world:
-            quantizer = RAW if bits == 32 else MaxMin(bits, 512)
+            codec = make_codec(name, bits, family(name).default_block)
             scale = 1 / me.world if number % 2 else 1.0
             rounding = Rounding(True, SEED, op=number + 1)
-            expected = expected_sum(topology, numel, quantizer, dtype, scale, rounding)
-            assert digest(x) == digest(expected), (bits, numel, dtype)
+            expected = expected_sum(topology, numel, codec, dtype, scale, rounding)
+            assert digest(x) == digest(expected), (name, bits, numel, dtype)
         digests.append(digest(x))
     return digests
 

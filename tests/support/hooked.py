@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.error_bound import error_bound
+from tests.support.error_bound import error_bound, rotated_bound
 from tests.support.gradients import SLACK
 from torch_cgx import CGXState, cgx_hook
 from torch_cgx.ddp.report import LayerReport
@@ -42,7 +42,9 @@ def in_memory_order(x: Tensor) -> Tensor:
     return torch.as_strided(x.detach(), (x.numel(),), (1,))
 
 
-def check_average(got: Tensor, inputs: Sequence[Tensor], bits: int, block: int) -> None:
+def check_average(
+    got: Tensor, inputs: Sequence[Tensor], bits: int, block: int, quantizer: str | None = "maxmin"
+) -> None:
     """`got` is the average of `inputs`: exact but for rounding with 32 bits, else within the bound, and not exact."""
     wide = torch.stack([x.double() for x in inputs]).mean(0)
     off = (got.double() - wide).abs()
@@ -50,9 +52,13 @@ def check_average(got: Tensor, inputs: Sequence[Tensor], bits: int, block: int) 
         largest = max(float(x.abs().max()) for x in inputs)
         assert float(off.max()) <= 4 * len(inputs) * torch.finfo(got.dtype).eps * largest
         return
-    expected, allowed = error_bound(inputs, bits, block, 1 / len(inputs))
-    excess = float(((got.double() - expected).abs() / (allowed * SLACK)).max())
-    assert excess <= 1.0, f"error {excess:.3f} times the bound"
+    if quantizer == "rotated":
+        expected, all_allowed = rotated_bound(inputs, bits, 1 / len(inputs))
+        assert float((got.double() - expected).norm()) <= all_allowed
+    else:
+        expected, allowed = error_bound(inputs, bits, block, 1 / len(inputs))
+        excess = float(((got.double() - expected).abs() / (allowed * SLACK)).max())
+        assert excess <= 1.0, f"error {excess:.3f} times the bound"
     assert float(off.max()) > torch.finfo(got.dtype).eps * float(wide.abs().max()), "nothing was quantized"
 
 
@@ -70,7 +76,7 @@ def checked_step(
         inputs = [in_memory_order(gradients[number]) for gradients in others]
         try:
             chosen = layers[name].bits if bits is None else bits
-            check_average(in_memory_order(parameter.grad), inputs, chosen, BLOCK)
+            check_average(in_memory_order(parameter.grad), inputs, chosen, BLOCK, layers[name].quantizer)
         except AssertionError as error:
             raise AssertionError(f"{name} at step {step}: {error}") from None
     return layers

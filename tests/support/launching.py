@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import _torch_cgx_autoload as autoload
 from tests.support.harness import warm_python
 
 LIMIT_S = 240  # imports alone were seen to take more than a minute on a busy machine
+STACKS_S = 10.0  # for processes to write their stacks and end
 LIBRARIES = ("Open MPI", "MPICH")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -88,32 +90,64 @@ def clean_environ(folder: Path) -> dict[str, str]:
     return variables | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """What the program printed; it is ended, with all that it started, if it takes too long."""
-    output = ""
+class Program(subprocess.Popen[str]):
+    """A program that can find the processes it has started, by a variable they inherit."""
+
+    def __init__(self, command: Sequence[str | Path], environ: Mapping[str, str]) -> None:
+        mark = ("TEST_PROGRAM", str(uuid.uuid4()))
+        self.mark = "=".join(mark).encode()
+        super().__init__(
+            [str(word) for word in command],
+            env={**environ, "PYTHONFAULTHANDLER": "1", mark[0]: mark[1]},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def processes(self) -> dict[int, str]:
+        """Return what each of its processes is and does, by id. Where there is no /proc, only its own id is known."""
+        processes = {self.pid: "the program itself"}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                if self.mark in (folder / "environ").read_bytes().split(b"\0"):
+                    words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    processes[int(folder.name)] = f"in {(folder / 'wchan').read_text()}: {words}"
+        return processes
+
+    def signal_processes(self, number: int) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def finish(program: Program) -> str:
+    """Return what the program printed. One that takes too long is ended, with all that it started, and shows stacks."""
     try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-        return output
+        return program.communicate(timeout=LIMIT_S)[0]
     except subprocess.TimeoutExpired:
-        process.terminate()  # a launcher passes this on to ranks in groups of their own
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            output, _ = process.communicate(timeout=10)
-        pytest.fail(f"not done after {LIMIT_S} s: {process.args!r}\n{output}")
+        processes = "\n".join(f"{pid} {what}" for pid, what in program.processes().items())
+        pytest.fail(f"not done after {LIMIT_S} s: {program.args!r}\n{processes}\n{_abort(program)}")
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(program.pid, signal.SIGKILL)
 
 
-def start(command: Sequence[str | Path], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(word) for word in command],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def _abort(program: Program) -> str:
+    """End all processes of a program. Return what they printed, with the stacks of those that are Python's."""
+    output = b""
+    for number in (signal.SIGABRT, signal.SIGKILL):  # at the first, faulthandler writes the stacks
+        program.signal_processes(number)
+        try:
+            return program.communicate(timeout=STACKS_S)[0]
+        except subprocess.TimeoutExpired as error:
+            output = error.output or b""
+    return output.decode(errors="replace")
+
+
+def start(command: Sequence[str | Path], environ: Mapping[str, str]) -> Program:
+    return Program(command, environ)
 
 
 def run(command: Sequence[str | Path], environ: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import faulthandler
 import fcntl
 import functools
 import io
@@ -233,6 +234,8 @@ def _run(arguments: list[str], paths: list[str], script: str) -> None:
     if arguments[0] == "-u":
         unbuffered, arguments = True, arguments[1:]
     _open_standard_files(unbuffered)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     sys.executable = script
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
     main = types.ModuleType("__main__")

@@ -15,10 +15,10 @@ import struct
 import sys
 from typing import NoReturn
 
-PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
+PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGABRT")
 NAMESPACES = ("mnt", "net", "pid", "user")
 # Of Python's own variables, the server knows these; others make a new interpreter.
-KNOWN = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHON_EXEC")
+KNOWN = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHON_EXEC")
 
 
 def main(server: str, python: str, *arguments: str) -> NoReturn:

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from torch_cgx import codecs
+from torch_cgx.config import DEFAULT_QUANTIZER, Compression
+
 AddArguments = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], int]
 
@@ -81,6 +84,45 @@ def bits(text: str) -> int:
     if not text.isdecimal() or int(text) not in BITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: 1 to 8, or 32 for exact")
     return int(text)
+
+
+def add_compression_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --bucket-size and --quantizer, which `check_compression` has to be asked about together with the bits."""
+    parser.add_argument(
+        "--bucket-size",
+        type=whole_number(1, codecs.MAX_BLOCK),
+        default=1024,
+        metavar="N",
+        help="values that share a header (1024)",
+    )
+    parser.add_argument(
+        "--quantizer",
+        choices=codecs.names(),
+        default=DEFAULT_QUANTIZER,
+        help=f"of cgx; rotated has 1 to 4 bits ({DEFAULT_QUANTIZER})",
+    )
+
+
+def check_compression(bits: int, bucket_size: int, quantizer: str) -> Compression:
+    """Return the compression that these arguments ask for."""
+    try:
+        return Compression(bits, bucket_size, quantizer)
+    except ValueError as error:
+        raise UsageError(f"argument --quantizer: {error}") from None
+
+
+def widths_of(quantizer: str) -> tuple[int, ...]:
+    """Return the bits per value that a quantizer takes."""
+    family = codecs.family(quantizer)
+
+    def takes(width: int) -> bool:
+        try:
+            family.make(width, family.default_block)
+        except ValueError:
+            return False
+        return True
+
+    return tuple(width for width in range(1, 9) if takes(width))
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

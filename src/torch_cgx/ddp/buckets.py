@@ -70,6 +70,7 @@ class KnownLayer:
             name=self.name,
             numel=self.numel,
             bits=codec.bits,
+            quantizer=None if codec.is_exact else self.compression.quantizer,
             bytes_exact=self.numel * itemsize,
             bytes_sent=codec.payload_nbytes(self.numel, itemsize),
             relative_error=self.relative_error,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch_cgx.config import EXACT
+from torch_cgx.config import DEFAULT_QUANTIZER, EXACT
 
 __all__ = ["LayerReport", "Report"]
 
@@ -20,6 +20,7 @@ class LayerReport:
     name: str
     numel: int
     bits: int  # 32: exact
+    quantizer: str | None  # None: exact
     bytes_exact: int
     bytes_sent: int  # of its payload; what a rank sends in all depends on the algorithm and the number of ranks
     relative_error: float | None  # |decoded - x| / |x| of this rank's own gradient x at the last measured step
@@ -100,4 +101,6 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
     name = layer.name if len(layer.name) <= _MOST_NAME else "..." + layer.name[3 - _MOST_NAME :]
     error = "" if layer.relative_error is None else f"{layer.relative_error:.2e}"
     bits = "exact" if layer.bits == EXACT.bits else str(layer.bits)
+    if layer.quantizer not in (None, DEFAULT_QUANTIZER):
+        bits += f" {layer.quantizer}"
     return (name, f"{layer.numel:,}", bits, f"{layer.bytes_exact:,}", f"{layer.bytes_sent:,}", error)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_cgx import scopes
 from torch_cgx.adaptive.options import AdaptiveBits
-from torch_cgx.config import Compression, at_least
+from torch_cgx.config import DEFAULT_QUANTIZER, Compression, at_least
 from torch_cgx.ddp.adaptation import Adaptation
 from torch_cgx.ddp.buckets import KnownBucket, KnownLayer
 from torch_cgx.ddp.checks import check_process_group, check_saved, check_settings, version_of
@@ -24,13 +24,13 @@ from torch_cgx.ddp.report import Report
 from torch_cgx.ddp.residuals import Residuals, add_residual, hold_back, scale_of
 from torch_cgx.group.companion import cgx_group_of
 from torch_cgx.group.process_group import ProcessGroupCGX
-from torch_cgx.layer_rules import Choices, read_compression
+from torch_cgx.layer_rules import Choices, read_compression, write_compression
 
 __all__ = ["CGXState"]
 
-_DEFAULT = Compression(bits=4, block=1024)
+_DEFAULT = Compression(bits=4, block=1024)  # also what checkpoints mean that say nothing of a quantizer
 _log = logging.getLogger("torch_cgx")
-_VERSION = 2  # of what state_dict returns; 1 had nothing adaptive
+_VERSION = 3  # of what state_dict returns; 1 had nothing adaptive, 2 no quantizer
 
 
 class CGXState:
@@ -41,9 +41,12 @@ class CGXState:
             first use. Its backend may be cgx or another, beside which the state then makes a cgx group of the same
             ranks for itself.
         layer_min_size: layers with fewer values travel exactly, and so do one-dimensional ones (biases, norms).
-        compression_params: "bits" (1 to 8, or 32: exact) and "bucket_size" for all others; 4 and 1024 if not said.
-        overrides: the same for the parameters whose names match a pattern, as in `{"*.attn.*": {"bits": 8}}`; of
-            several that match, the last. Names come from `model` (`from_model` passes it).
+        compression_params: for all others: "bits" (1 to 8, or 32: exact; 4 by default), "bucket_size" (1024 by
+            default) and "quantizer": "maxmin", the default, or "rotated", which takes 1 to 4 bits and a bucket size
+            that is a power of two from 64 to 4096.
+        overrides: the same for the parameters whose names match a pattern, as in `{"*.attn.*": {"bits": 8}}`; what is
+            missing is as in `compression_params`. Of several that match, the last. Names come from `model`
+            (`from_model` passes it).
         stochastic: round at random, without bias; None: as CGX_COMPRESSION_STOCHASTIC says.
         error_feedback: add what compression lost of a gradient to the next one.
         start_step: exact until so many steps have been made.
@@ -58,9 +61,9 @@ class CGXState:
         self,
         process_group: Any = None,
         layer_min_size: int = 1024,
-        compression_params: Mapping[str, int] | None = None,
+        compression_params: Mapping[str, int | str] | None = None,
         *,
-        overrides: Mapping[str, Mapping[str, int]] | None = None,
+        overrides: Mapping[str, Mapping[str, int | str]] | None = None,
         stochastic: bool | None = None,
         error_feedback: bool = False,
         start_step: int = 0,
@@ -159,7 +162,12 @@ class CGXState:
         if self._names:
             choices.check_patterns(list(self._numels))
         self._choices = choices
-        self._settings: dict[str, Any] = copy.deepcopy(dict(settings))
+        # Written out, so that a checkpoint means the same whatever the defaults are when it is loaded.
+        self._settings: dict[str, Any] = {
+            **copy.deepcopy(settings),
+            "compression_params": write_compression(default),
+            "overrides": {pattern: write_compression(override) for pattern, override in overrides.items()},
+        }
         options = AdaptiveBits.of(settings["adaptive"])
         self._adaptation = None if options is None else Adaptation(options, default, settings["start_step"])
 
@@ -317,7 +325,8 @@ class CGXState:
         step = report.step if step is None else step
         summary_writer.add_scalar("cgx/ratio", report.ratio, step)
         for layer in report.layers:
-            summary_writer.add_scalar(f"cgx/bits/{layer.name}", layer.bits, step)
+            kind = "bits" if layer.quantizer in (None, DEFAULT_QUANTIZER) else f"{layer.quantizer}_bits"
+            summary_writer.add_scalar(f"cgx/{kind}/{layer.name}", layer.bits, step)
             if layer.relative_error is not None:
                 summary_writer.add_scalar(f"cgx/relative_error/{layer.name}", layer.relative_error, step)
 
@@ -349,7 +358,9 @@ class CGXState:
         """
         if version_of(saved) == 1 and isinstance(saved.get("settings"), Mapping):
             before = {**saved["settings"], "adaptive": None}
-            saved = {**saved, "version": _VERSION, "settings": before, "adaptive": None}
+            saved = {**saved, "version": 2, "settings": before, "adaptive": None}
+        if version_of(saved) == 2:  # what it does not say of quantizers is as by default
+            saved = {**saved, "version": _VERSION}
         check_saved(saved, self._settings, _VERSION)
         kept = self._choices, self._settings, self._adaptation, self._step
         try:
@@ -359,11 +370,12 @@ class CGXState:
             raise
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        changed = [name for name, value in saved["settings"].items() if value != self._settings[name]]
-        if changed:
-            told = ", ".join(f"{name} {self._settings[name]} becomes {saved['settings'][name]}" for name in changed)
-            warnings.warn(f"settings are now those of the checkpoint: {told}", stacklevel=3)
+        before = self._settings
         self._choose(saved["settings"])
+        changed = [name for name, value in self._settings.items() if value != before[name]]
+        if changed:
+            told = ", ".join(f"{name} {before[name]} becomes {self._settings[name]}" for name in changed)
+            warnings.warn(f"settings are now those of the checkpoint: {told}", stacklevel=3)
         self._step = int(saved["step"])
         self._load_adaptation(saved["adaptive"])
         self._buckets.clear()

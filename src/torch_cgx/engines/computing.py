@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_cgx.kernels import Kernels, Rounding
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.layout import Chunk, Layout
-from torch_cgx.plan.program import Add, Compute, Decode, Encode, Join, Reduce, Sum
+from torch_cgx.plan.program import Add, Compute, Decode, Encode, Join, Reduce, Slot, Sum
 
 __all__ = ["PHASES", "Reduction", "compute"]
 
@@ -48,8 +48,8 @@ def compute(
     step: Compute | Join,
     operation: Reduction,
     kernels: Kernels,
-    slots: dict[str, Tensor],
-    coded: Callable[[str], Chunk],
+    slots: dict[Slot, Tensor],
+    coded: Callable[[Slot], Chunk],
     take: Callable[[int], Tensor],
 ) -> None:
     """Make one step. `coded` says what a slot's payload encodes, and `take` gives memory for a new one."""

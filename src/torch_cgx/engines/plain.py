@@ -21,7 +21,7 @@ from torch_cgx.engines.recorder import Trail
 from torch_cgx.errors import CGXTimeoutError
 from torch_cgx.kernels import Kernels
 from torch_cgx.plan.layout import Chunk, Slice
-from torch_cgx.plan.program import Receive, Send
+from torch_cgx.plan.program import Receive, Send, Slot
 from torch_cgx.plan.rounds import Round, rounds_for
 from torch_cgx.plan.schedule import schedule_for
 
@@ -55,9 +55,9 @@ class PlainEngine:
     def _run_slice(self, part: Slice, operation: Reduction, deadline_s: float, trail: Trail) -> None:
         key = (operation.topology, tuple(chunk.nbytes > 0 for chunk in part.chunks), self._rank)
         schedule, rounds = schedule_for(*key), rounds_for(*key)
-        slots: dict[str, Tensor] = {}
+        slots: dict[Slot, Tensor] = {}
 
-        def coded(slot: str) -> Chunk:
+        def coded(slot: Slot) -> Chunk:
             shared = schedule.slots[slot]
             return part.joined(shared.chunks).coded(shared.exact)
 
@@ -76,7 +76,7 @@ class PlainEngine:
                 trail.sent_nbytes += sent_nbytes
 
     def _exchange(
-        self, turn: Round, slots: dict[str, Tensor], incoming: dict[int, int], world: int, deadline_s: float
+        self, turn: Round, slots: dict[Slot, Tensor], incoming: dict[int, int], world: int, deadline_s: float
     ) -> list[Tensor]:
         """Send this turn's payloads and return those that arrive, in the order of `turn.receives`."""
         lengths = [incoming.get(peer, 0) for peer in range(world)]

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torch_cgx.config import Compression, at_least, shortened
+from torch_cgx import codecs
+from torch_cgx.config import DEFAULT_QUANTIZER, Compression, at_least, shortened
 from torch_cgx.fsdp.comms import AllGather, Groups, ReduceScatter, lay_out
 from torch_cgx.fsdp.hsdp import Claim, Replicas
 from torch_cgx.fsdp.internals import Unit, clean, names_of, names_of_modules, reduced_numels, units_of
@@ -23,7 +24,8 @@ from torch_cgx.layer_rules import Choices
 
 __all__ = ["Compressed", "Parameter", "compress"]
 
-_KEYS = ("grad_bits", "weight_bits", "bucket_size")
+_KEYS = ("grad_bits", "weight_bits", "bucket_size", "quantizer")
+_ONLY_MAXMIN = range(5, 9)  # bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,12 @@ class Compressed:
         return tuple(dict.fromkeys([*self._installed[0][1].groups.all(), *replicas]))
 
     def report(self) -> str:
-        """A table: every parameter, its values, and the bits of its gradients and weights (32: exact)."""
+        """Return a table: every parameter, its values, and the bits of its gradients and weights (32: exact)."""
         rows = [("parameter", "values", "grad bits", "weight bits", "bucket size")]
         for each in self.parameters:
             exact = each.grad.is_exact and each.weight.is_exact
             block = "" if exact else str((each.weight if each.grad.is_exact else each.grad).block)
-            rows.append((each.name, f"{each.numel:,}", str(each.grad.bits), str(each.weight.bits), block))
+            rows.append((each.name, f"{each.numel:,}", _bits(each.grad), _bits(each.weight), block))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join(
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
@@ -77,7 +79,8 @@ def compress(
     grad_bits: int = 4,
     weight_bits: int = 8,
     bucket_size: int = 1024,
-    overrides: Mapping[str, Mapping[str, int]] | None = None,
+    quantizer: str = DEFAULT_QUANTIZER,
+    overrides: Mapping[str, Mapping[str, int | str]] | None = None,
     min_numel: int = 1024,
 ) -> Compressed:
     """Compress what FSDP2 sends for a model. All ranks must call it alike, after `fully_shard` and before a step.
@@ -89,8 +92,10 @@ def compress(
         model: one with modules that `fully_shard` has been applied to.
         grad_bits: 1 to 8, or 32: exact. Gradients are rounded as CGX_COMPRESSION_STOCHASTIC says.
         weight_bits: the same for weights, which are rounded at random, without bias, at every all-gather.
-        bucket_size: how many values share a smallest value and a step.
-        overrides: the same three for the parameters whose names match a pattern, as in
+        bucket_size: how many values share a header.
+        quantizer: of gradients and weights: "maxmin", or "rotated", which takes 1 to 4 bits and a bucket size that is
+            a power of two from 64 to 4096. Weights of 5 to 8 bits are max-min with either, because they need no other.
+        overrides: the same four for the parameters whose names match a pattern, as in
             `{"*.attn.*": {"grad_bits": 8, "weight_bits": 8, "bucket_size": 512}}`; of several that match, the last.
         min_numel: parameters with fewer values, on all ranks together, are exact.
     """
@@ -101,7 +106,7 @@ def compress(
             f"torch_cgx.fsdp: expected a torch whose FSDP2 takes communication of one's own (2.9 or newer), "
             f"got {torch.__version__}"
         )
-    grads, weights = _read_choices(grad_bits, weight_bits, bucket_size, overrides, min_numel)
+    grads, weights = _read_choices(grad_bits, weight_bits, bucket_size, quantizer, overrides, min_numel)
     units = units_of(model)
     if not units:
         raise ValueError(
@@ -189,14 +194,15 @@ def _read_choices(
     grad_bits: int,
     weight_bits: int,
     bucket_size: int,
-    overrides: Mapping[str, Mapping[str, int]] | None,
+    quantizer: str,
+    overrides: Mapping[str, Mapping[str, int | str]] | None,
     min_numel: int,
 ) -> tuple[Choices, Choices]:
     """The rules for gradients and for weights."""
-    usual = {"grad_bits": grad_bits, "weight_bits": weight_bits, "bucket_size": bucket_size}
+    usual: dict[str, int | str] = dict(zip(_KEYS, (grad_bits, weight_bits, bucket_size, quantizer), strict=True))
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(f"overrides: expected a dict of dicts by patterns of names, got {shortened(overrides)}")
-    asked: dict[str, dict[str, int]] = {}
+    asked: dict[str, dict[str, int | str]] = {}
     for pattern, given in (overrides or {}).items():
         where = f"overrides[{pattern!r}]"
         if not isinstance(pattern, str) or not isinstance(given, Mapping):
@@ -213,12 +219,18 @@ def _read_choices(
     return rules[0], rules[1]
 
 
-def _compression(where: str, kind: str, given: Mapping[str, int]) -> Compression:
+def _compression(where: str, kind: str, given: Mapping[str, Any]) -> Compression:
+    bits, quantizer = given[f"{kind}_bits"], given["quantizer"]
     try:
-        block = Compression(32, given["bucket_size"]).block
+        codecs.family(quantizer)
+        if kind == "weight" and bits in _ONLY_MAXMIN:
+            quantizer = DEFAULT_QUANTIZER
+        return Compression(bits, given["bucket_size"], quantizer)
     except ValueError as error:
-        raise ValueError(f"{where}{error}") from None
-    try:
-        return Compression(given[f"{kind}_bits"], block)
-    except ValueError as error:  # which begins with "bits:", for the bucket size is right
-        raise ValueError(f"{where}{kind}_{error}") from None
+        of = f"{kind}_" if str(error).startswith("bits") else ""
+        raise ValueError(f"{where}{of}{error}") from None
+
+
+def _bits(compression: Compression) -> str:
+    named = compression.quantizer != DEFAULT_QUANTIZER and not compression.is_exact
+    return f"{compression.bits} {compression.quantizer}" if named else str(compression.bits)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_cgx import scopes
 from torch_cgx.config import EXACT, Compression, Settings
-from torch_cgx.fsdp.hsdp import Claim
+from torch_cgx.fsdp.hsdp import Claim, fineness
 from torch_cgx.fsdp.internals import gathered_numels, is_extended, is_trained, reduced_numels
 from torch_cgx.group.companion import cgx_group_of
 from torch_cgx.group.process_group import ProcessGroupCGX
@@ -115,7 +115,7 @@ class ReduceScatter(_Comm):
     def _layers(self, numel: int, settings: Settings) -> tuple[Layer, ...]:
         """Only parameters that got gradients are in it, and nobody says which: what adds up tells.
 
-        Where nothing does, all of it is one layer, with the most bits of any parameter that may be in it.
+        Where nothing does, all of it is one layer, with the finest codec of any parameter that may be in it.
         """
         numels = reduced_numels(self._params)
         if numels:
@@ -125,7 +125,7 @@ class ReduceScatter(_Comm):
             if sum(numels[number] for number in trained) == numel:
                 chosen = tuple(self._compressions[number] for number in trained)
                 return lay_out(tuple(numels[number] for number in trained), chosen, settings)
-        whole = max(self._compressions, key=lambda each: each.bits, default=self._whole)
+        whole = max(self._compressions, key=lambda each: fineness(each.codec()), default=self._whole)
         if not self._has_warned:
             self._has_warned = True
             log.warning(

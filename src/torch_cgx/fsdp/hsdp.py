@@ -10,13 +10,13 @@ import weakref
 from itertools import accumulate
 from typing import ClassVar
 
-from torch_cgx.codecs import RAW
+from torch_cgx.codecs import Codec, Rotated
 from torch_cgx.config import Compression
 from torch_cgx.group.compression import Override
 from torch_cgx.group.process_group import ProcessGroupCGX
 from torch_cgx.plan.layout import Layer
 
-__all__ = ["Claim", "Replicas", "finest"]
+__all__ = ["Claim", "Replicas", "fineness", "finest"]
 
 
 class Replicas:
@@ -43,7 +43,7 @@ class Replicas:
         return group
 
     def claim(self, whole: Compression) -> Claim:
-        """`whole`: for all_reduces of a length that nobody has announced; of several claims the most bits hold."""
+        """`whole`: for all_reduces of a length that nobody has announced; of several claims the finest holds."""
         claim = Claim(self, whole)
         self._claims.append(claim)
         self.tell()
@@ -59,7 +59,7 @@ class Replicas:
         if not self._claims:
             self.group.override_compression(None)
             return
-        whole = max((claim.whole for claim in self._claims), key=lambda whole: whole.bits)
+        whole = max((claim.whole for claim in self._claims), key=lambda whole: fineness(whole.codec()))
         layers: dict[int, tuple[Layer, ...]] = {}
         for claim in self._claims:
             for numel, known in claim.known.items():
@@ -108,7 +108,15 @@ def finest(one: tuple[Layer, ...], other: tuple[Layer, ...]) -> tuple[Layer, ...
             next(layer for layer, last in zip(layers, lasts, strict=True) if last > start).codec
             for layers, lasts in zip((one, other), ends, strict=True)
         ]
-        exact = any(each.is_exact for each in found)
-        merged.append(Layer(end - start, RAW if exact else max(found, key=lambda each: (each.bits, -each.block))))
+        merged.append(Layer(end - start, max(found, key=fineness)))
         start = end
     return tuple(merged)
+
+
+def fineness(codec: Codec) -> tuple[int, bool, int]:
+    """Return a key by which codecs that lose less come later.
+
+    More bits lose less, and 32 lose nothing. At the same bits rotated values lose less than max-min's, and those in
+    smaller blocks less than those in larger ones.
+    """
+    return codec.bits, codec.kind == Rotated.kind, -codec.block

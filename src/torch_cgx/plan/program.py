@@ -23,10 +23,25 @@ __all__ = [
     "Receive",
     "Reduce",
     "Send",
+    "Slot",
     "Step",
     "Sum",
     "format_program",
 ]
+
+
+class Slot(str):
+    """The name of a payload: what it is, of which rank if one alone gave it, and of which chunk."""
+
+    what: str
+    source: int | None
+    chunk: int
+
+    def __new__(cls, what: str, chunk: int, source: int | None = None) -> Slot:
+        """Return the name. It is text, because text keeps its hash, and is what programs print."""
+        slot = super().__new__(cls, f"{what}:{chunk}" if source is None else f"{what}:{source}>{chunk}")
+        slot.what, slot.source, slot.chunk = what, source, chunk
+        return slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +49,7 @@ class Encode:
     """Encode my values of a chunk, and of any chunks in `more`, into one slot."""
 
     chunk: int
-    slot: str
+    slot: Slot
     exact: bool = False
     more: tuple[int, ...] = ()
 
@@ -50,7 +65,7 @@ class Encode:
 class Send:
     """Send a slot's payload to a peer."""
 
-    slot: str
+    slot: Slot
     peer: int
 
     def __str__(self) -> str:
@@ -61,7 +76,7 @@ class Send:
 class Receive:
     """Wait for a peer's payload of this slot. The level (see `schedule`) is above that of the send."""
 
-    slot: str
+    slot: Slot
     peer: int
     level: int = 1
     exact: bool = False
@@ -77,9 +92,9 @@ class Reduce:
     The sum is encoded into a slot, and what that decodes to becomes my values. The inputs are coded as the slot is.
     """
 
-    inputs: tuple[str, ...]
+    inputs: tuple[Slot, ...]
     chunk: int
-    slot: str
+    slot: Slot
     final: bool = True
     exact: bool = False
 
@@ -96,7 +111,7 @@ class Reduce:
 class Add:
     """Decode a slot and add it to my values of its chunks."""
 
-    slot: str
+    slot: Slot
     chunk: int
     more: tuple[int, ...] = ()
 
@@ -115,7 +130,7 @@ class Sum:
     Nobody else needs it, so it is not encoded.
     """
 
-    inputs: tuple[str, ...]
+    inputs: tuple[Slot, ...]
     chunk: int
 
     @property
@@ -130,7 +145,7 @@ class Sum:
 class Decode:
     """Decode a slot over my values of its chunks."""
 
-    slot: str
+    slot: Slot
     chunk: int
     more: tuple[int, ...] = ()
 
@@ -146,9 +161,9 @@ class Decode:
 class Join:
     """Concatenate the payloads of these slots, one chunk each, into another slot."""
 
-    inputs: tuple[str, ...]
+    inputs: tuple[Slot, ...]
     chunks: tuple[int, ...]
-    slot: str
+    slot: Slot
 
     def __str__(self) -> str:
         return f"join    {', '.join(self.inputs)} into {self.slot}"

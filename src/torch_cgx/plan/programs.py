@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from torch_cgx.plan.algorithms import IN_SHARES, Topology
 from torch_cgx.plan.layout import Layer, Layout, make_layout, make_shares_layout
-from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Reduce
+from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Reduce, Slot
 
 __all__ = [
     "COMPRESSED",
@@ -47,10 +47,10 @@ def program_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> Pr
 
 
 @lru_cache(maxsize=256)
-def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[Program, ...], dict[str, SharedSlot]]:
+def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[Program, ...], dict[Slot, SharedSlot]]:
     """The programs by rank, and the slots that any of them writes, by name."""
     programs = tuple(program_for(topology, nonempty, rank) for rank in range(topology.world))
-    slots: dict[str, SharedSlot] = {}
+    slots: dict[Slot, SharedSlot] = {}
     for rank, program in enumerate(programs):
         for step in program:
             if isinstance(step, Encode | Reduce | Join):
@@ -78,7 +78,7 @@ COMPRESSED, EXACT, JOINED = range(3)
 class NodeSlots:
     """The slots that one rank of a node finds in its memory."""
 
-    found: dict[str, NodeSlot]
+    found: dict[Slot, NodeSlot]
     n_places: tuple[int, int, int]  # of the node, by kind
     n_flags: int  # one more than the greatest of the node
 
@@ -92,9 +92,9 @@ def node_slots_for(topology: Topology, nonempty: tuple[bool, ...], home: tuple[i
     of a `Join` are placed next to each other, so that joining copies nothing.
     """
     elsewhere = frozenset(range(topology.world)) - frozenset(home)
-    writers: dict[str, list[tuple[int, bool]]] = {}
+    writers: dict[Slot, list[tuple[int, bool]]] = {}
     several: set[str] = set()  # slots of more than one chunk
-    within: dict[str, Join] = {}  # by slot that becomes a part of another
+    within: dict[Slot, Join] = {}  # by slot that becomes a part of another
     for member in home:
         for step in program_for(topology, nonempty, member):
             if isinstance(step, (Encode, Reduce)) or (isinstance(step, Receive) and step.peer in elsewhere):
@@ -105,7 +105,7 @@ def node_slots_for(topology: Topology, nonempty: tuple[bool, ...], home: tuple[i
                 within |= dict.fromkeys(step.inputs, step)
             if isinstance(step, (Encode, Add, Decode)) and step.more:
                 several.add(step.slot)
-    found: dict[str, NodeSlot] = {}
+    found: dict[Slot, NodeSlot] = {}
     n_places = [0, 0, 0]
     n_flags: Counter[int] = Counter()
     alone = len(home) == topology.world

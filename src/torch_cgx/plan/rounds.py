@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from torch_cgx.plan.algorithms import Topology
-from torch_cgx.plan.program import Send
+from torch_cgx.plan.program import Send, Slot
 from torch_cgx.plan.programs import programs_for
 from torch_cgx.plan.schedule import levels_of
 
@@ -23,15 +23,15 @@ __all__ = ["Round", "rounds_for"]
 class Round:
     """One rank's part: slots by peer."""
 
-    sends: dict[int, str]
-    receives: dict[int, str]
+    sends: dict[int, Slot]
+    receives: dict[int, Slot]
 
 
 @lru_cache(maxsize=256)
 def rounds_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> tuple[tuple[Round, ...], ...]:
     """By level; nothing is sent at the last."""
     programs, _ = programs_for(topology, nonempty)
-    messages: dict[int, dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
+    messages: dict[int, dict[tuple[int, int], list[Slot]]] = defaultdict(lambda: defaultdict(list))
     for sender, program in enumerate(programs):
         for step, level in zip(program, levels_of(program), strict=True):
             if isinstance(step, Send):
@@ -44,7 +44,7 @@ def rounds_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> tup
     return tuple(rounds)
 
 
-def _round(pairs: dict[tuple[int, int], list[str]], number: int, rank: int) -> Round:
+def _round(pairs: dict[tuple[int, int], list[Slot]], number: int, rank: int) -> Round:
     here = {pair: slots[number] for pair, slots in pairs.items() if number < len(slots)}
     return Round(
         sends={receiver: slot for (sender, receiver), slot in here.items() if sender == rank},

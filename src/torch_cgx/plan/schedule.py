@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from torch_cgx.plan.algorithms import Topology
-from torch_cgx.plan.program import Program, Receive, Step
+from torch_cgx.plan.program import Program, Receive, Slot, Step
 from torch_cgx.plan.programs import SharedSlot, program_for, programs_for
 
 __all__ = ["Schedule", "levels_of", "schedule_for"]
@@ -24,7 +24,7 @@ class Schedule:
     """One rank's program, by levels."""
 
     levels: tuple[Program, ...]  # as many for every rank and pattern of chunks; some may be empty
-    slots: dict[str, SharedSlot]  # all ranks'
+    slots: dict[Slot, SharedSlot]  # all ranks'
 
 
 @lru_cache(maxsize=256)

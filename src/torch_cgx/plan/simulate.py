@@ -29,7 +29,7 @@ from typing import NamedTuple
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.costs import Costs, Speeds
 from torch_cgx.plan.layout import Slice
-from torch_cgx.plan.program import Add, Compute, Decode, Encode, Join, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.program import Add, Compute, Decode, Encode, Join, Receive, Reduce, Send, Slot, Step, Sum
 from torch_cgx.plan.programs import program_for, programs_for
 from torch_cgx.plan.schedule import levels_of
 
@@ -167,7 +167,7 @@ def simulate(
     return play(scripts, list(durations), list(lengths), costs)
 
 
-def is_exact(step: Compute, known: Mapping[str, tuple[object, bool]]) -> bool:
+def is_exact(step: Compute, known: Mapping[Slot, tuple[object, bool]]) -> bool:
     if isinstance(step, Encode | Reduce):
         return step.exact
     return known[step.inputs[0] if isinstance(step, Sum) else step.slot][1]

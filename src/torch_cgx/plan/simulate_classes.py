@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from torch_cgx.plan.algorithms import ALGORITHMS, Topology, grid
 from torch_cgx.plan.algorithms.hierarchical import CROSS
-from torch_cgx.plan.algorithms.slots import moved
+from torch_cgx.plan.algorithms.slots import PART, ROW, SUMS
 from torch_cgx.plan.costs import Costs
-from torch_cgx.plan.program import Compute, Encode, Join, Receive, Reduce, Send, Step, Sum
+from torch_cgx.plan.program import Compute, Encode, Join, Receive, Reduce, Send, Slot, Step, Sum
 from torch_cgx.plan.programs import program_for
 from torch_cgx.plan.simulate import (
     Length,
@@ -197,16 +197,16 @@ def _scripts(cluster: Cluster, slices: int, rounds: bool, lag: int) -> tuple[lis
         if isinstance(step, Send):
             chunks, exact = slots[step.slot]
             node, peer = divmod(step.peer, cluster.ranks)
-            lump = _lump(cluster, rank, step.slot, chunks[0], cluster.is_flat or node > 0)
+            lump = _lump(cluster, rank, step.slot.what, chunks[0], cluster.is_flat or node > 0)
             sending = _Sending(exact, lump, len(chunks))
             message = first + messages[_received(cluster, rank, step.peer, step.slot)]
             return message, peer, sends.setdefault(sending, len(sends)), node > 0
         assert not isinstance(step, Join)
         # A sum of my own chunk has an input from each other node; in a ring, one in all.
         inputs = step.inputs if isinstance(step, Reduce) else ()
-        whole = cluster.algorithm != "RING" and any(slot.startswith("part:") for slot in inputs)
-        slot = "" if isinstance(step, Sum) else step.slot
-        kind = _Kind(step, is_exact(step, slots), _lump(cluster, rank, slot, step.chunk), whole)
+        whole = cluster.algorithm != "RING" and any(slot.what == PART for slot in inputs)
+        what = "" if isinstance(step, Sum) else step.slot.what
+        kind = _Kind(step, is_exact(step, slots), _lump(cluster, rank, what, step.chunk), whole)
         return kinds.setdefault((type(step), len(inputs), len(step.chunks), *kind[1:]), (len(kinds), kind))[0]
 
     scripts = [
@@ -224,24 +224,24 @@ def _scripts(cluster: Cluster, slices: int, rounds: bool, lag: int) -> tuple[lis
     return scripts, [kind for _, kind in kinds.values()], list(sends)
 
 
-def _lump(cluster: Cluster, rank: int, slot: str, chunk: int, leaves: bool = False) -> int:
-    """Return what a step on this chunk, or a message, is counted by. `leaves`: it goes to another node."""
+def _lump(cluster: Cluster, rank: int, what: str, chunk: int, leaves: bool = False) -> int:
+    """Return what a step on this chunk, or a message, is counted by. `what` its slot is; `leaves`: to another node."""
     node = chunk % cluster.nodes
     if not cluster.is_grid:
         foreign = leaves or (chunk != rank if cluster.is_flat else node != 0)
         return _FOREIGN if foreign else _OWN
     across = node >= cluster.column
-    if slot.startswith(("row:", "sums:")):
-        return _ACROSS if leaves or across or slot.startswith("row:") else _OWN
+    if what in (ROW, SUMS):
+        return _ACROSS if leaves or across or what == ROW else _OWN
     return _CHUNK_ACROSS if across else _FOREIGN if leaves or node else _OWN
 
 
 @lru_cache(maxsize=32)
-def _slots(cluster: Cluster) -> dict[str, tuple[tuple[int, ...], bool]]:
+def _slots(cluster: Cluster) -> dict[Slot, tuple[tuple[int, ...], bool]]:
     """Return the chunks of each slot that the ranks of node 0 touch, and whether it is exact."""
     topology = cluster.topology()
-    chunks: dict[str, tuple[int, ...]] = {}
-    exact: dict[str, bool] = {}
+    chunks: dict[Slot, tuple[int, ...]] = {}
+    exact: dict[Slot, bool] = {}
     for rank in range(cluster.ranks):
         for step in program_for(topology, (True,) * topology.n_chunks, rank):
             if isinstance(step, Receive):
@@ -257,8 +257,8 @@ def _slots(cluster: Cluster) -> dict[str, tuple[tuple[int, ...], bool]]:
     return {slot: (found, exact[slot]) for slot, found in chunks.items()}
 
 
-def _received(cluster: Cluster, rank: int, peer: int, slot: str) -> tuple[int, int, str]:
-    """What node 0 receives when each node sends what its rank sends: sender, receiver, slot."""
+def _received(cluster: Cluster, rank: int, peer: int, slot: Slot) -> tuple[int, int, Slot]:
+    """Return what node 0 receives when each node sends what its rank sends: sender, receiver, slot."""
     rows = cluster.column
     columns = cluster.nodes // rows
     right, down = divmod(peer // cluster.ranks, rows)
@@ -277,11 +277,12 @@ def _received(cluster: Cluster, rank: int, peer: int, slot: str) -> tuple[int, i
         share, node = divmod(chunk, cluster.nodes)
         return share * cluster.nodes + node_there(node)
 
-    return rank_there(rank), rank_there(peer), moved(slot, rank_there, chunk_there)
+    source = None if slot.source is None else rank_there(slot.source)
+    return rank_there(rank), rank_there(peer), Slot(slot.what, chunk_there(slot.chunk), source)
 
 
 @lru_cache(maxsize=32)
-def _messages(cluster: Cluster) -> dict[tuple[int, int, str], int]:
+def _messages(cluster: Cluster) -> dict[tuple[int, int, Slot], int]:
     """All that node 0 receives, numbered."""
     topology = cluster.topology()
     keys = [

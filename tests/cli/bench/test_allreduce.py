@@ -34,6 +34,7 @@ def test_prints_a_checked_row_for_every_size_and_backend_and_writes_the_raw_samp
     for cell in report["cells"]:
         assert cell["check"]["same_bits"]
         assert cell["check"]["max_error"] <= cell["check"]["max_error_allowed"]
+        assert cell["check"]["relative_error_allowed"] is None
         assert len(cell["batch_ns"]) == len(cell["op_ns"]) >= 5
         assert all(len(batch) == cell["ops_per_batch"] for batch in cell["op_ns"])
         assert 0 < cell["median_s"] < LIMIT_S
@@ -47,6 +48,21 @@ def test_prints_a_checked_row_for_every_size_and_backend_and_writes_the_raw_samp
     assert clocks == {"cgx": "native", "gloo": "callback"}
     rows = [line.split() for line in done.stdout.splitlines()]
     assert sum(row[2:3] == ["cgx"] for row in rows) == 4, "two sizes, in both tables"
+
+
+def test_rotated_values_are_checked_by_their_relative_error(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    arguments = ("--quantizer", "rotated", "--bits", "2", "--sizes", "4,64K", "--seconds", "0.05")
+    done = bench("--nproc", "2", *arguments, "--json", str(output))
+    assert done.returncode == 0, done.stderr
+    assert "cgx: rotated 2 bits, bucket size 1024" in done.stdout
+    tiny, _, ours, gloo = json.loads(output.read_text())["cells"]
+    assert tiny["check"]["relative_error"] < 1e-6
+    assert (ours["quantizer"], gloo["quantizer"]) == ("rotated", None)
+    check = ours["check"]
+    assert check["max_error_allowed"] is None and check["same_bits"]
+    assert 0.3 < check["relative_error"] <= check["relative_error_allowed"] < 0.7
+    assert check["sent_nbytes"] < gloo["check"]["sent_nbytes"] / 15
 
 
 @pytest.mark.matrix

@@ -15,10 +15,11 @@ import torch
 from torch_cgx.cli import main
 from torch_cgx.cli.bench.alternate import MIN_ROUNDS, Samples, alternate
 from torch_cgx.cli.bench.kernel_cases import LAYERS, Buffers, Level, group_cases, has_residual, mixed_layers
-from torch_cgx.cli.bench.kernel_check import Bound, check_result
+from torch_cgx.cli.bench.kernel_check import KEPT, REDUCED, ROUNDED, Bound, check_result, check_rotated
 from torch_cgx.cli.bench.kernel_report import OPERATIONS, add_ratios, format_kernels, least_ratio, summary
 from torch_cgx.cli.registry import CommandFailed
 from torch_cgx.cli.table import format_markdown
+from torch_cgx.codecs import MaxMin, Rotated
 from torch_cgx.kernels.native import NativeKernels, available, simd_level, simd_levels
 
 Capture = pytest.CaptureFixture[str]
@@ -80,6 +81,21 @@ def test_writes_a_checked_cell_for_every_case_and_compares_it_within_its_group(s
     for cell in report["layers"]:
         assert cell["layers"] == LAYERS
         assert cell["overhead"] == pytest.approx(cell["one_call"]["median_s"] / cell["call_per_width"]["median_s"] - 1)
+
+
+@needs_native
+def test_rotated_kernels_are_checked_and_timed_too(tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "out.json"
+    arguments = ["--quantizer", "rotated", "--sizes", "64K", "--seconds", "0.001", "--against", "none"]
+    assert main(["bench", "kernels", *arguments, "--json", str(output)]) == 0
+    assert capsys.readouterr().out.startswith("rotated kernels on ")
+    report = json.loads(output.read_text())
+    assert (report["settings"]["quantizer"], report["settings"]["bits"]) == ("rotated", [1, 2, 3, 4])
+    ours = [cell for cell in report["cells"] if cell["backend"] == "cgx"]
+    assert {cell["operation"] for cell in ours} == set(OPERATIONS)
+    assert all(0 < cell["check"]["max_error_share"] <= 1 for cell in ours)
+    error = {cell["bits"]: cell["check"]["relative_error"] for cell in ours if cell["operation"] == "quantize"}
+    assert error == pytest.approx({1: 0.755, 2: 0.365, 3: 0.189, 4: 0.098}, rel=0.03)
 
 
 @needs_native
@@ -167,6 +183,9 @@ def test_the_level_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch, caps
         (["--sizes", "64Q"], "4, 64K, 1.5M, 2G"),
         (["--sizes", "5000"], "a multiple of 4096"),
         (["--bucket-size", "0"], "from 1 to 65536"),
+        (["--quantizer", "maxmax"], "choose from"),
+        (["--quantizer", "rotated", "--bits", "2,5"], "bits of the rotated quantizer: expected 1 to 4"),
+        (["--quantizer", "rotated", "--bucket-size", "512", "--bucket-size", "96", "--sizes", "384"], "one of 64, 128"),
         (["--dtypes", "float64"], "float32, float16, bfloat16"),
         (["--threads", "0"], "from 1 to 256"),
         (["--against", "gloo"], "fbgemm, piquant, none"),
@@ -223,7 +242,7 @@ def test_fbgemm_rows_are_blocks_and_widths_that_do_not_fill_bytes_are_left_out()
     level = Level(simd_level(), 1)
 
     def operations(bits: int) -> list[str]:
-        cases = group_cases(buffers, bits, 6, [torch.float32], [level], ["fbgemm"])
+        cases = group_cases(buffers, MaxMin(bits, 6), [torch.float32], [level], ["fbgemm"])
         return [case.labels["operation"] for case in cases if case.labels["backend"] == "fbgemm"]
 
     assert operations(8) == operations(4) == ["quantize", "dequantize"]
@@ -245,14 +264,39 @@ def test_a_result_off_by_more_than_its_bound_is_an_error() -> None:
         check_result("it", values, got, bound)
 
 
+def lossy(values: torch.Tensor, share: float) -> torch.Tensor:
+    """The values with an error that has this share of their squared norm."""
+    error = torch.randn(values.shape, generator=torch.Generator().manual_seed(1))
+    return values + error * (share**0.5 * float(values.norm()) / float(error.norm()))
+
+
+@pytest.mark.parametrize(("bits", "lost"), [(1, 0.5708), (2, 0.1331), (3, 0.03578), (4, 0.009588)])
+def test_rotated_values_are_judged_by_what_all_of_them_have_lost(bits: int, lost: float) -> None:
+    values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    found = check_rotated("it", values, lossy(values, lost), bits, ROUNDED)
+    assert found.relative_error == pytest.approx(lost**0.5, rel=1e-3)
+    assert 0.95 < found.max_error_share < 1
+    check_rotated("it", values, lossy(values, 1.4 * lost), bits, REDUCED)
+    check_rotated("it", values, 2 * lossy(values, lost / 4), bits, ROUNDED, factor=2.0)
+    with pytest.raises(CommandFailed, match=r"it is wrong: an error of .* of the norm, allowed is"):
+        check_rotated("it", values, lossy(values, 1.1 * lost), bits, ROUNDED)
+    for wrong in (torch.zeros_like(values), values.roll(1), torch.full_like(values, torch.nan)):
+        with pytest.raises(CommandFailed, match="it is wrong"):
+            check_rotated("it", values, wrong, bits, ROUNDED)
+    check_rotated("it", values, values, bits, KEPT)
+    with pytest.raises(CommandFailed, match="it is wrong"):
+        check_rotated("it", values, lossy(values, 1e-8), bits, KEPT)
+
+
 def test_layers_cover_all_values_with_very_different_sizes_and_all_widths() -> None:
-    layers = mixed_layers(1 << 20, [2, 5, 8], 1024)
+    codecs = [MaxMin(2, 1024), MaxMin(5, 1024), Rotated(4, 1024)]
+    layers = mixed_layers(1 << 20, codecs)
     assert len(layers) == LAYERS
     assert sum(layer.numel for layer in layers) == 1 << 20
-    assert {layer.codec.bits for layer in layers} == {2, 5, 8}
+    assert {layer.codec for layer in layers} == set(codecs)
     numels = sorted(layer.numel for layer in layers)
     assert numels[-1] > 100 * numels[0] > 0
-    assert layers == mixed_layers(1 << 20, [2, 5, 8], 1024)
+    assert layers == mixed_layers(1 << 20, codecs)
 
 
 def test_cases_alternate_and_what_they_change_is_restored_before_each_batch() -> None:
@@ -340,6 +384,14 @@ def test_a_ratio_is_the_others_time_over_ours_and_the_lowest_stands_beside_its_g
 )
 def test_goals_are_for_64_mb_and_blocks_of_1024(nbytes: int, bucket_size: int, simd: str, least: Any) -> None:
     assert least_ratio({"settings": {"bucket_size": bucket_size}}, nbytes, "reduce", "memcpy", simd) == least
+
+
+def test_goals_are_those_of_maxmin_which_older_files_mean() -> None:
+    settings = {"bucket_size": 1024, "quantizer": "maxmin"}
+    assert least_ratio({"settings": settings}, 64 << 20, "reduce", "memcpy", "avx512") == 0.8
+    assert (
+        least_ratio({"settings": {**settings, "quantizer": "rotated"}}, 64 << 20, "reduce", "memcpy", "avx512") is None
+    )
 
 
 def test_markdown_tables_have_a_rule_that_aligns_numbers_right() -> None:

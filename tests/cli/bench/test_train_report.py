@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.support.families import only
 from torch_cgx.cli import main
 from torch_cgx.cli.bench import train_report
+from torch_cgx.cli.bench.train import ours
 from torch_cgx.cli.bench.train_contestants import Watch
 from torch_cgx.cli.bench.train_models import MODELS, Images, Text, library_text
 
@@ -25,6 +26,15 @@ from torch_cgx.cli.bench.train_models import MODELS, Images, Text, library_text
         (["--against", "nccl"], "nccl is not allowed with --device cpu"),
         (["--bits", "9"], "widths from 1 to 8"),
         (["--bits", "4,4"], "the same twice"),
+        (["--bits", "rotated-5"], "rotated-1 to rotated-4"),
+        (["--bits", "rotated-32"], "rotated-1 to rotated-4"),
+        (["--bits", "maxmin-4"], "widths from 1 to 8"),
+        (["--bits", "cgx-4"], "widths from 1 to 8"),
+        (["--bits", "-4"], "widths from 1 to 8"),
+        (
+            ["--bits", "4,rotated-2", "--bucket-size", "1000"],
+            "bucket size of the rotated quantizer: expected one of 64",
+        ),
         (["--rate", "1gbit"], "needs --nodes"),
         (["--nproc", "1"], "2 to 256"),
         (["--bucket-mb", "0"], "above 0"),
@@ -39,6 +49,23 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_contestants_of_both_quantizers_are_named() -> None:
+    assert ours("4,rotated-2,32,adaptive") == ("cgx-4", "rotated-2", "cgx-32", "adaptive")
+    of = train_report.compression_of
+    assert [of(name) for name in ("cgx-4", "rotated-2")] == [("maxmin", 4), ("rotated", 2)]
+    assert [of(name) for name in ("ideal", "adaptive", "fp16")] == [None] * 3
+    names = map(train_report.names_of, ("cgx-4", "cgx-1", "cgx-32", "rotated-2", "rotated-1", "adaptive", "gloo"))
+    assert list(names) == [
+        "cgx, 4 bits",
+        "cgx, 1 bit",
+        "cgx, exact",
+        "cgx, rotated, 2 bits",
+        "cgx, rotated, 1 bit",
+        "cgx, adaptive",
+        "gloo",
+    ]
 
 
 @pytest.mark.parametrize("name", only(["mlp", "vit"], MODELS))

@@ -35,7 +35,7 @@ def no_settings(monkeypatch: Patch) -> None:
 def attempts(monkeypatch: Patch) -> list[Attempt]:
     """What the trial will have found."""
     found: list[Attempt] = []
-    monkeypatch.setattr(trial, "try_ways", lambda bits, block, on_way: found)
+    monkeypatch.setattr(trial, "try_ways", lambda compression, on_way: found)
     monkeypatch.setattr(interfaces, "loopback_bit_per_s", lambda link: 5e9)
     return found
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.harness import warm_python
 from torch_cgx.cli.doctor import trial
+from torch_cgx.config import Compression
 from torch_cgx.kernels.native import available
 
 pytestmark = pytest.mark.ranks
@@ -75,7 +76,7 @@ def test_settings_hold_in_the_trial_but_for_those_that_would_leave_it_out(tmp_pa
 def test_ranks_that_take_too_long_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "LIMIT_S", 0.3)  # less than an interpreter with torch takes to start
     started = time.monotonic()
-    attempts = trial.try_ways(4, 512, lambda way: None)
+    attempts = trial.try_ways(Compression(4), lambda way: None)
     assert [attempt.error for attempt in attempts] == ["no result within 0.3 s, and was given up"] * 2
     assert time.monotonic() - started < LIMIT_S
     assert not [child for child in children() if "torch_cgx.cli.processes" in child]

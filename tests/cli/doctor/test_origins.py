@@ -27,6 +27,7 @@ class Noted(dict[str, str]):
 VALUES = {
     "CGX_COMPRESSION_QUANTIZATION_BITS": "3",
     "CGX_COMPRESSION_BUCKET_SIZE": "64",
+    "CGX_COMPRESSION_QUANTIZER": "rotated",
     "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS": "1",
     "CGX_COMPRESSION_MINIMAL_SIZE": "1000",
     "CGX_COMPRESSION_STOCHASTIC": "1",
@@ -85,7 +86,8 @@ def test_what_a_variable_changes_is_said_to_come_from_it(variable: str) -> None:
     assert changed
     for name, setting in after.items():
         assert setting.origin == ("variable" if setting.variable == variable else "default")
-        assert name not in changed or setting.variable == variable
+        of_the_quantizer = variable == "CGX_COMPRESSION_QUANTIZER" and name == "block"  # each has its own default
+        assert name not in changed or setting.variable == variable or of_the_quantizer
 
 
 @pytest.mark.parametrize("variable", [name for name in VALUES if name not in ("CGX_TRACE_DIR", "CGX_SIMD")])
@@ -114,6 +116,16 @@ def test_a_wrong_value_hides_no_other() -> None:
     origins = {setting.name: (setting.origin, setting.value) for setting in settings}
     assert origins["simd"] == origins["num_threads"] == ("not valid", None)
     assert origins["seed"] == ("variable", 5)
+
+
+def test_variables_that_are_right_by_themselves_but_not_together_are_one_complaint() -> None:
+    given = {"CGX_COMPRESSION_QUANTIZATION_BITS": "6", "CGX_COMPRESSION_QUANTIZER": "rotated", "CGX_STREAMS": "2"}
+    settings, (complaint,) = in_force(given)
+    for words in ("CGX_COMPRESSION_QUANTIZATION_BITS=6", "CGX_COMPRESSION_QUANTIZER=rotated", "expected 1 to 4"):
+        assert words in complaint
+    found = {setting.name: (setting.origin, setting.value) for setting in settings}
+    assert found["bits"] == found["quantizer"] == ("not valid", None)
+    assert found["streams"] == ("variable", 2) and found["block"] == ("default", 512)
 
 
 def test_values_that_a_terminal_cannot_show_are_escaped_and_long_ones_cut() -> None:

@@ -11,6 +11,7 @@ import pytest
 from torch_cgx.cli.doctor import trial
 from torch_cgx.cli.doctor.trial import Attempt, in_words, try_ways
 from torch_cgx.cli.processes import RankFailed, TooSlow
+from torch_cgx.config import Compression
 
 Hear = Callable[[int, dict[str, Any]], None]
 Run = Callable[[list[str], Hear], None]
@@ -31,7 +32,7 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Run]], tuple[l
 
         monkeypatch.setattr(trial, "run_ranks", run_ranks)
         begun: list[str] = []
-        attempts = try_ways(32, 512, begun.append)
+        attempts = try_ways(Compression(32), begun.append)
         assert not left
         return attempts, begun
 
@@ -106,6 +107,6 @@ def test_where_no_process_can_be_started_all_ways_have_failed(monkeypatch: pytes
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
-    attempts = try_ways(4, 512, lambda way: None)
+    attempts = try_ways(Compression(4), lambda way: None)
     assert len(attempts) == 2
     assert all("no process can be started" in attempt.error and "--quick" in attempt.error for attempt in attempts)

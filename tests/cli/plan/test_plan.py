@@ -166,6 +166,40 @@ def test_the_command_predicts_writes_and_draws(tmp_path: Path, capsys: Capture) 
     assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_rotated_payloads_are_counted_where_the_quantizer_has_the_bits(tmp_path: Path, capsys: Capture) -> None:
+    arguments = [
+        "--params",
+        "20M",
+        "--step-ms",
+        "20",
+        "--gpus",
+        "1",
+        "--nodes",
+        "2",
+        "--inter",
+        "1gbit",
+        "--hours",
+        "10",
+    ]
+    found = {}
+    for quantizer in ("maxmin", "rotated"):
+        out = tmp_path / f"{quantizer}.json"
+        assert main(["plan", *arguments, "--quantizer", quantizer, "--json", str(out)]) == 0
+        report = json.loads(out.read_text())
+        assert report["settings"]["quantizer"] == quantizer
+        found[quantizer] = {cell["contestant"]: cell["link_nbytes"] for cell in report["cells"]}
+        told = capsys.readouterr().out
+        assert ("CGX_COMPRESSION_QUANTIZER=rotated" in told) == (quantizer == "rotated")
+        assert ("try adaptive bits" in told) == (quantizer == "maxmin")
+    maxmin, rotated = found["maxmin"], found["rotated"]
+    for contestant in CONTESTANTS:
+        if contestant in ("4 bits", "3 bits", "2 bits", "1 bit"):  # four bytes less for each of the blocks
+            blocks = 20e6 / 1024
+            assert maxmin[contestant] - rotated[contestant] == pytest.approx(4 * blocks, rel=1e-2), contestant
+        else:
+            assert maxmin[contestant] == rotated[contestant]
+
+
 def test_a_run_brings_its_step_its_nodes_and_its_link(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", "--from-run", str(run_file(tmp_path)), "--json", str(out), "--cores", "1"]) == 0
@@ -217,6 +251,7 @@ def test_where_exact_is_as_fast_nothing_else_is_recommended(capsys: Capture) -> 
         ([], "one of --params, --from-run and --model"),
         (["--params", "1M"], "--step-ms"),
         (["--params", "lots", "--step-ms", "5"], "25.6M, 335M, 7B"),
+        (["--params", "1M", "--step-ms", "5", "--quantizer", "rotated", "--bucket-size", "100"], "one of 64, 128, 256"),
         (["--params", "1M", "--step-ms", "0"], "above 0"),
         (["--params", "1M", "--model", "a:b", "--step-ms", "5"], "--params and --model"),
         (["--params", "1M", "--step-ms", "5", "--nodes", "1025"], "from 1 to 1024"),

@@ -17,7 +17,7 @@ from torch_cgx.cli import registry
 from torch_cgx.cli.bench.places import add_place_arguments, format_link, processes_of, run_there
 from torch_cgx.cli.registry import UsageError, command
 
-SETTINGS = ("bits", "bucket_size", "dtype", "device", "sizes", "against", "seconds", "busy")
+SETTINGS = ("bits", "bucket_size", "quantizer", "dtype", "device", "sizes", "against", "seconds", "busy")
 """What the ranks are told of the arguments."""
 
 
@@ -42,13 +42,7 @@ def add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_place_arguments(parser)
     add("--bits", type=registry.bits, default=4, help="1 to 8 bits a value, or 32 for exact (4)")
-    add(
-        "--bucket-size",
-        type=registry.whole_number(1, 65536),
-        default=1024,
-        metavar="N",
-        help="values that share one minimum and unit (1024)",
-    )
+    registry.add_compression_arguments(parser)
     add("--dtype", choices=list(registry.DTYPES), default="float32", help="of the tensor (float32)")
     add(
         "--sizes",
@@ -97,6 +91,7 @@ def bench_allreduce(options: argparse.Namespace) -> int:
                 f"argument --sizes: {nbytes} is not a multiple of {itemsize}, the bytes of a {options.dtype}"
             )
 
+    compression = registry.check_compression(options.bits, options.bucket_size, options.quantizer)
     if options.device == "cuda":
         _check_cuda(options)
     if options.against is None:
@@ -133,9 +128,7 @@ def bench_allreduce(options: argparse.Namespace) -> int:
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "1"),
         },
         "link": link,
-        "cells": report.merge_cells(
-            [of_rank["cells"] for of_rank in of_ranks], bits=options.bits, bucket_size=options.bucket_size, link=link
-        ),
+        "cells": report.merge_cells([of_rank["cells"] for of_rank in of_ranks], compression=compression, link=link),
         "busy": report.merge_busy([of_rank["busy"] for of_rank in of_ranks]),
     }
     print(format_allreduce(result))

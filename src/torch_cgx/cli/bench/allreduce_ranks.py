@@ -37,10 +37,13 @@ import torch.distributed as dist
 import torch_cgx
 from torch_cgx.cli import gpus, hosts
 from torch_cgx.cli.bench import busy
+from torch_cgx.cli.bench.rotated_error import rotated_error_allowed
 from torch_cgx.cli.gpus import Place
 from torch_cgx.cli.link import count_link_nbytes
 from torch_cgx.cli.processes import Message, Report, join_world
 from torch_cgx.cli.registry import CommandFailed
+from torch_cgx.codecs import RAW, Rotated
+from torch_cgx.config import DEFAULT_QUANTIZER, Compression
 
 TIMEOUT_S = 120.0
 BATCH_S = 0.020
@@ -74,6 +77,7 @@ class Plan:
     busy: bool
     nodes: int = 1
     device: str = "cpu"
+    quantizer: str = DEFAULT_QUANTIZER
     timeout_s: float = TIMEOUT_S
 
 
@@ -91,8 +95,9 @@ class Contestant:
 @dataclass(frozen=True, slots=True)
 class Check:
     relative_error: float  # |result - exact| / |exact|, Euclidean norms
+    relative_error_allowed: float | None  # of rotated values; of others each value by itself is judged
     max_error: float
-    max_error_allowed: float
+    max_error_allowed: float | None
     same_bits: bool  # on all ranks
     sent_nbytes: float | None  # by this rank for one operation, where it is known
 
@@ -136,7 +141,7 @@ def check_cgx(plan: Plan) -> tuple[Check, Contestant]:
 
 
 def _contestants(plan: Plan) -> list[Contestant]:
-    torch_cgx.set_default(bits=plan.bits, bucket_size=plan.bucket_size)
+    torch_cgx.set_default(bits=plan.bits, bucket_size=plan.bucket_size, quantizer=plan.quantizer)
     place = gpus.place_of(plan.device)
     place.put(torch.empty(1))  # this rank's device is the current one from now on, as NCCL wants it
     timeout = timedelta(seconds=plan.timeout_s)
@@ -266,32 +271,44 @@ def _check(plan: Plan, contestant: Contestant, nbytes: int) -> Check:
         both = torch.cat([values, exact[None]])
         low, high = torch.minimum(low, both.amin(1)), torch.maximum(high, both.amax(1))
 
-    # Adding in the tensor's own dtype rounds once an addition.
-    allowed = world * torch.finfo(dtype).eps * largest
-    if contestant.backend == "cgx" and plan.bits < 32:
-        # A quantized value is off by less than one unit of its block, also in stochastic mode, and no block
-        # has a wider range than the tensor. Contributions are quantized once, and then so is their sum,
-        # whose range their errors may have widened.
-        levels = 2**plan.bits - 1
-        units = (high - low) / levels
-        contributions = float(units[:world].sum())
-        allowed += contributions + float(units[world]) + 2 * contributions / levels
+    codec = Compression(plan.bits, plan.bucket_size, plan.quantizer).codec() if contestant.backend == "cgx" else RAW
+    rounding = world * torch.finfo(dtype).eps  # adding in the tensor's own dtype rounds once an addition
+    relative_error = math.sqrt(error_square / exact_square)
+    relative_error_allowed: float | None = None
+    max_error_allowed: float | None = None
+    if isinstance(codec, Rotated):
+        # Contributions are encoded, and then their sum; between nodes also the sums of a node and of a row of a grid.
+        encodings = 2 if plan.nodes == 1 else 4
+        relative_error_allowed = rounding + rotated_error_allowed(codec.bits, numel, encodings)
+        off, allowed, how = relative_error, relative_error_allowed, "a relative error of"
+    else:
+        max_error_allowed = rounding * largest
+        if not codec.is_exact:
+            # A quantized value is off by less than one unit of its block, also in stochastic mode, and no block
+            # has a wider range than the tensor. Contributions are quantized once, and then so is their sum,
+            # whose range their errors may have widened.
+            levels = 2**codec.bits - 1
+            units = (high - low) / levels
+            contributions = float(units[:world].sum())
+            max_error_allowed += contributions + float(units[world]) + 2 * contributions / levels
+        off, allowed, how = max_error, max_error_allowed, "off by"
     reference = result.clone()
     dist.broadcast(reference, src=0)
     differs = not torch.equal(reference.view(torch.uint8), result.view(torch.uint8))
     check = Check(
-        relative_error=math.sqrt(error_square / exact_square),
+        relative_error=relative_error,
+        relative_error_allowed=relative_error_allowed,
         max_error=max_error,
-        max_error_allowed=allowed,
+        max_error_allowed=max_error_allowed,
         same_bits=_agree(float(differs)) == 0.0,
         sent_nbytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
     )
-    wrong = not max_error <= allowed  # NaN is wrong too
+    wrong = not off <= allowed  # NaN is wrong too
     if _agree(float(wrong)) or not check.same_bits:
         reason = (
             "ranks hold different bits"
             if not check.same_bits
-            else f"off by up to {_agree(max_error):.3g}, allowed is {allowed:.3g}"
+            else f"{how} up to {_agree(off):.3g}, allowed is {allowed:.3g}"
         )
         raise WrongResult(f"all_reduce of {nbytes} bytes with backend {contestant.backend} is wrong: {reason}")
     return check

@@ -26,9 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_cgx.cli.bench.kernel_check import Bound, Check, check_result, check_same
+from torch_cgx.cli.bench.kernel_check import (
+    KEPT,
+    REDUCED,
+    ROUNDED,
+    ROUNDED_AT_RANDOM,
+    Bound,
+    Check,
+    Loss,
+    check_result,
+    check_rotated,
+    check_same,
+)
 from torch_cgx.cli.bench.kernel_peers import PEERS
-from torch_cgx.codecs import MaxMin
+from torch_cgx.codecs import Codec, Rotated
 from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.native import NativeKernels
 from torch_cgx.plan.layout import Chunk, Layer, make_layout
@@ -95,15 +106,14 @@ class Buffers:
 
 def group_cases(
     buffers: Buffers,
-    bits: int,
-    block: int,
+    codec: Codec,
     dtypes: Sequence[torch.dtype],
     levels: Sequence[Level],
     peers: Sequence[str],
 ) -> list[Case]:
-    """All cases of one width, memcpy first."""
+    """Return all cases of one width, memcpy first."""
     cases = [_memcpy_case(buffers)]
-    layers = (Layer(buffers.numel, MaxMin(bits, block)),)
+    bits, block, layers = codec.bits, codec.block, (Layer(buffers.numel, codec),)
     for dtype in dtypes:
         values, work = buffers.values[dtype], buffers.work[dtype]
         labels = {"dtype": _name(dtype), "bits": bits}
@@ -142,31 +152,31 @@ def _cgx_cases(kernels: NativeKernels, chunk: Chunk, part: Part, labels: Labels)
     def restore() -> None:
         work.copy_(values)
 
-    def check_decoded(name: str, from_payload: Tensor, units: float) -> Check:
+    def check_decoded(name: str, from_payload: Tensor, loss: Loss) -> Check:
         kernels.decode(pieces, from_payload, work)
-        return _check_pieces(f"{name} {what}", pieces, values, work, units)
+        return _check_pieces(f"{name} {what}", pieces, values, work, loss)
 
     def check_quantize() -> Check:
         encode(pieces, values, out, NEAREST)
-        return check_decoded("quantize", out, 0.5)
+        return check_decoded("quantize", out, ROUNDED)
 
     def check_stochastic() -> Check:
         encode(pieces, values, out, STOCHASTIC)
-        return check_decoded("quantize-stochastic", out, 1.0)
+        return check_decoded("quantize-stochastic", out, ROUNDED_AT_RANDOM)
 
     def check_residual() -> Check:
         assert residual is not None
         residual.zero_()
         encode(pieces, values, out, NEAREST, residual)
-        check = check_decoded("quantize-residual", out, 0.5)
+        check = check_decoded("quantize-residual", out, ROUNDED)
         kept = (work.float() + residual).to(values.dtype)
-        _check_pieces(f"the residual {what}", pieces, values, kept, 0.0)
+        _check_pieces(f"the residual {what}", pieces, values, kept, KEPT)
         return check
 
     def check_add() -> Check:
         restore()
         kernels.decode(pieces, payload, work, add=True)
-        return _check_pieces(f"dequantize-add {what}", pieces, values, work, 0.5, factor=2.0)
+        return _check_pieces(f"dequantize-add {what}", pieces, values, work, ROUNDED, factor=2.0)
 
     def check_reduce() -> Check:
         restore()
@@ -174,8 +184,7 @@ def _cgx_cases(kernels: NativeKernels, chunk: Chunk, part: Part, labels: Labels)
         decoded = torch.empty_like(work)
         kernels.decode(pieces, out, decoded)
         check_same(f"reduce {what}", work, decoded)
-        # Half of the payload's half unit, then half a unit of a range that this has widened by up to half a unit.
-        return _check_pieces(f"reduce {what}", pieces, values, work, 1.0)
+        return _check_pieces(f"reduce {what}", pieces, values, work, REDUCED)
 
     def case(
         operation: str,
@@ -187,7 +196,9 @@ def _cgx_cases(kernels: NativeKernels, chunk: Chunk, part: Part, labels: Labels)
 
     yield case("quantize", lambda: encode(pieces, values, out, NEAREST), check_quantize)
     yield case(
-        "dequantize", lambda: kernels.decode(pieces, payload, work), lambda: check_decoded("dequantize", payload, 0.5)
+        "dequantize",
+        lambda: kernels.decode(pieces, payload, work),
+        lambda: check_decoded("dequantize", payload, ROUNDED),
     )
     yield case("dequantize-add", lambda: kernels.decode(pieces, payload, work, add=True), check_add, restore)
     yield case("reduce", lambda: kernels.reduce(pieces, work, [payload], out, SCALE, NEAREST), check_reduce, restore)
@@ -196,19 +207,19 @@ def _cgx_cases(kernels: NativeKernels, chunk: Chunk, part: Part, labels: Labels)
         yield case("quantize-residual", lambda: encode(pieces, values, out, NEAREST, residual), check_residual)
 
 
-def layer_cases(buffers: Buffers, widths: Sequence[int], block: int, levels: Sequence[Level]) -> list[Case]:
+def layer_cases(buffers: Buffers, codecs: Sequence[Codec], levels: Sequence[Level]) -> list[Case]:
     """Pairs of cases in float32: one call for all layers, then one call for each width, with as many values of it.
 
     Both handle the same number of values at each width, so that the difference is what layers cost: their tables
     and their incomplete blocks.
     """
     dtype = torch.float32
-    layers = mixed_layers(buffers.numel, widths, block)
-    totals = {bits: sum(layer.numel for layer in layers if layer.codec.bits == bits) for bits in widths}
+    layers = mixed_layers(buffers.numel, codecs)
+    totals = {codec: sum(layer.numel for layer in layers if layer.codec == codec) for codec in codecs}
     bounds = [0, *accumulate(totals.values())]
     single = [
-        (start, end, _one_chunk((Layer(end - start, MaxMin(bits, block)),), dtype))
-        for (start, end), bits in zip(pairwise(bounds), totals, strict=True)
+        (start, end, _one_chunk((Layer(end - start, codec),), dtype))
+        for (start, end), codec in zip(pairwise(bounds), totals, strict=True)
         if end > start
     ]
     cases = []
@@ -249,12 +260,12 @@ def _together(labels: Labels, cases: Sequence[Case], restore: Callable[[], objec
     return Case(labels, run, check, restore)
 
 
-def mixed_layers(numel: int, widths: Sequence[int], block: int) -> tuple[Layer, ...]:
+def mixed_layers(numel: int, codecs: Sequence[Codec]) -> tuple[Layer, ...]:
     """As many layers as `LAYERS`, of very different sizes and widths, the same ones every time."""
     draw = random.Random(200)
     sizes = [LAYER_SIZES ** draw.random() for _ in range(LAYERS)]
     ends = [round(numel * part / sum(sizes)) for part in accumulate(sizes)]
-    return tuple(Layer(end - start, MaxMin(draw.choice(widths), block)) for start, end in pairwise([0, *ends]))
+    return tuple(Layer(end - start, draw.choice(codecs)) for start, end in pairwise([0, *ends]))
 
 
 def _one_chunk(layers: tuple[Layer, ...], dtype: torch.dtype) -> Chunk:
@@ -265,14 +276,17 @@ def _one_chunk(layers: tuple[Layer, ...], dtype: torch.dtype) -> Chunk:
 
 
 def _check_pieces(
-    what: str, pieces: Sequence[Piece], values: Tensor, got: Tensor, units: float, factor: float = 1.0
+    what: str, pieces: Sequence[Piece], values: Tensor, got: Tensor, loss: Loss, factor: float = 1.0
 ) -> Check:
     """Every piece within its own bound; the worst of them."""
     checks = []
     for piece in pieces:
         span = slice(piece.offset, piece.offset + piece.numel)
-        bound = Bound(piece.bits, piece.block, units)
-        checks.append(check_result(what, values[span], got[span], bound, factor=factor))
+        if piece.kind == Rotated.kind:
+            checks.append(check_rotated(what, values[span], got[span], piece.bits, loss, factor=factor))
+        else:
+            bound = Bound(piece.bits, piece.block, loss.units)
+            checks.append(check_result(what, values[span], got[span], bound, factor=factor))
     return max(checks, key=lambda check: check.max_error_share)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_cgx.cli.bench.rotated_error import rotated_error_allowed
 from torch_cgx.cli.registry import CommandFailed
 
 CHECKED_NUMEL = 1 << 20
@@ -20,6 +21,21 @@ CHECKED_NUMEL = 1 << 20
 class Check:
     relative_error: float  # |result - exact| / |exact|, Euclidean norms
     max_error_share: float  # the largest error of a value, as a share of what is allowed for it
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What an operation of ours may lose."""
+
+    units: float  # of max-min values: so many steps between two levels, each value by itself
+    encodings: float  # of rotated values: so many times the squared error of encoding them once, all together
+
+
+ROUNDED = Loss(0.5, 1.0)
+ROUNDED_AT_RANDOM = Loss(1.0, 1.0)
+# Half of the payload's error, then that of a sum which this has made larger.
+REDUCED = Loss(1.0, 1.5)
+KEPT = Loss(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,20 @@ def check_result(what: str, values: Tensor, got: Tensor, bound: Bound, *, factor
     if not share <= 1.0:  # NaN is wrong too
         raise CommandFailed(f"{what} is wrong: off by up to {share:.3g} times what is allowed")
     return Check(float(error.norm() / (factor * blocks).norm()), share)
+
+
+def check_rotated(what: str, values: Tensor, got: Tensor, bits: int, loss: Loss, *, factor: float = 1.0) -> Check:
+    """Compare a result with `factor` times the values, by the squared error of all of them together."""
+    exact = factor * values.double()
+    norm, error = float(exact.norm()), float((got.double() - exact).norm())
+    rounding = 2 * (torch.finfo(values.dtype).eps + 2.0**-20)
+    once = rotated_error_allowed(bits, values.numel(), 1) / factor  # what was encoded are the values themselves
+    allowed = (loss.encodings**0.5 * once + rounding) * norm
+    if not error <= allowed:  # NaN is wrong too
+        raise CommandFailed(
+            f"{what} is wrong: an error of {error / norm:.3g} of the norm, allowed is {allowed / norm:.3g}"
+        )
+    return Check(error / norm, error / allowed)
 
 
 def check_same(what: str, got: Tensor, expected: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 The head of the JSON is that of every benchmark (report.py); kind is "kernels". Beyond it:
 
-    settings        sizes, bits, bucket_size, dtypes, simd, threads, against, seconds
+    settings        sizes, bits, bucket_size, quantizer, dtypes, simd, threads, against, seconds; older files have no
+                    quantizer: it is maxmin
     peers           {peer that was measured: its version}
     missing         {peer that was not: why}
     cells           one per size, width and case; those of one size and width were measured in turn, and each such
@@ -12,7 +13,8 @@ The head of the JSON is that of every benchmark (report.py); kind is "kernels". 
         backend             "cgx", "memcpy", "fbgemm" or "piquant"
         operation           see kernel_cases.py
         dtype, bits, bucket_size, simd, threads     null where it has no meaning
-        check               relative_error, max_error_share (of the error that is allowed; see kernel_check.py)
+        check               relative_error, max_error_share (of the error that is allowed, to one value or, rotated, to
+                            all together; see kernel_check.py)
         ops_per_batch       consecutive operations of one batch
         batch_ns            nanoseconds of every batch
         median_s, p95_s     of batch_ns / ops_per_batch
@@ -34,7 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_cgx.cli.bench.report import Cell, caution, quantile
+from torch_cgx.cli.bench.report import Cell, caution, quantile, quantizer_prefix
 from torch_cgx.cli.table import format_bits, format_markdown, format_nbytes, format_ratio, format_seconds, format_table
 
 OPERATIONS = ("quantize", "dequantize", "dequantize-add", "reduce", "quantize-stochastic", "quantize-residual")
@@ -43,7 +45,7 @@ GOAL_NBYTES, GOAL_BLOCK = 64 << 20, 1024
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The least ratio that we want, at 64 MB, 1024 values a block, one thread, with AVX-512."""
+    """The least ratio that we want of max-min kernels, at 64 MB, 1024 values a block, one thread, with AVX-512."""
 
     operations: tuple[str, ...]
     other: str
@@ -66,7 +68,8 @@ MOST_OVERHEAD = 0.10
 
 def least_ratio(report: dict[str, Any], nbytes: int, operation: str, other: str, simd: str) -> float | None:
     """The goal for an operation at a size and SIMD level; None where there is none."""
-    if nbytes != GOAL_NBYTES or report["settings"]["bucket_size"] != GOAL_BLOCK:
+    settings = report["settings"]
+    if nbytes != GOAL_NBYTES or settings["bucket_size"] != GOAL_BLOCK or quantizer_prefix(settings):
         return None
     share = {"avx512": 1.0, "avx2": AVX2_SHARE if other == "memcpy" else 1.0}.get(simd)
     for goal in GOALS:
@@ -120,7 +123,8 @@ def format_kernels(result: dict[str, Any], *, markdown: bool = False) -> str:
     """Everything that is printed: the machine, the tables, and what was not measured."""
     machine, settings = result["machine"], result["settings"]
     lines = [
-        f"kernels on {machine['cpu']}, torch {machine['torch']}, bucket size {settings['bucket_size']}; "
+        f"{quantizer_prefix(settings)}kernels on {machine['cpu']}, torch {machine['torch']}, "
+        f"bucket size {settings['bucket_size']}; "
         "GB/s of float32 bytes (values * 4 / second), medians",
         *(f"peer {name}: {version}" for name, version in result["peers"].items()),
         *(f"without {name}: {reason}" for name, reason in result["missing"].items()),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch_cgx.cli.bench.kernel_cases import Level
     from torch_cgx.cli.bench.report import Cell
     from torch_cgx.cli.progress import Progress
+    from torch_cgx.codecs import Codec
 
 PEERS = ("fbgemm", "piquant")
 
@@ -72,17 +73,10 @@ def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--bits",
         type=_list_of(registry.whole_number(1, 8)),
-        default=tuple(range(1, 9)),
         metavar="BITS,...",
-        help="1 to 8 bits a value (all)",
+        help="1 to 8 bits a value (all that the quantizer has)",
     )
-    add(
-        "--bucket-size",
-        type=registry.whole_number(1, 65536),
-        default=1024,
-        metavar="N",
-        help="values that share one minimum and unit (1024)",
-    )
+    registry.add_compression_arguments(parser)
     add(
         "--dtypes",
         type=_list_of(_one_of(*registry.DTYPES)),
@@ -155,6 +149,8 @@ def _saved(path: Path) -> dict[str, Any]:
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    options.bits = options.bits or registry.widths_of(options.quantizer)
+    codecs = [registry.check_compression(bits, options.bucket_size, options.quantizer).codec() for bits in options.bits]
     block_nbytes = 4 * options.bucket_size
     for nbytes in options.sizes:
         if nbytes % block_nbytes:
@@ -177,8 +173,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     load, busy_cores = machine.load(), machine.busy_cores()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with _one_thread(), Progress("cgx bench kernels") as progress:
-        cells, layers = _run(options, levels, peers, progress)
-    keys = ("sizes", "bits", "bucket_size", "dtypes", "threads", "seconds")
+        cells, layers = _run(options, codecs, levels, peers, progress)
+    keys = ("sizes", "bits", "bucket_size", "quantizer", "dtypes", "threads", "seconds")
     return {
         "schema": report.SCHEMA,
         "schema_version": report.SCHEMA_VERSION,
@@ -201,7 +197,11 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(
-    options: argparse.Namespace, levels: list[Level], peers: tuple[str, ...], progress: Progress
+    options: argparse.Namespace,
+    codecs: list[Codec],
+    levels: list[Level],
+    peers: tuple[str, ...],
+    progress: Progress,
 ) -> tuple[list[Cell], list[Cell]]:
     """The cells of all sizes and widths, and of the calls with many layers."""
     import torch
@@ -212,8 +212,8 @@ def _run(
     from torch_cgx.cli.table import format_bits, format_nbytes
 
     dtypes = [getattr(torch, name) for name in options.dtypes]
-    mixed = [bits for bits in options.bits if bits > 1] or list(options.bits)
-    groups = len(options.sizes) * (len(options.bits) + 1)
+    mixed = [codec for codec in codecs if codec.bits > 1] or codecs
+    groups = len(options.sizes) * (len(codecs) + 1)
     cells: list[Cell] = []
     layers: list[Cell] = []
     done = 0
@@ -229,16 +229,16 @@ def _run(
 
     for nbytes in options.sizes:
         buffers = Buffers(nbytes // 4, dtypes)
-        for bits in options.bits:
-            cases = group_cases(buffers, bits, options.bucket_size, dtypes, levels, peers)
-            group = measure(cases, nbytes, f"{format_nbytes(nbytes)}, {format_bits(bits)}")
+        for codec in codecs:
+            cases = group_cases(buffers, codec, dtypes, levels, peers)
+            group = measure(cases, nbytes, f"{format_nbytes(nbytes)}, {format_bits(codec.bits)}")
             for cell in group:
-                cell.update(group_bits=bits, gb_per_s=4e-9 * cell["numel"] / cell["median_s"])
+                cell.update(group_bits=codec.bits, gb_per_s=4e-9 * cell["numel"] / cell["median_s"])
             add_ratios(group, levels[0].simd)
             cells += group
             done += 1
         pairs = measure(
-            layer_cases(buffers, mixed, options.bucket_size, levels),
+            layer_cases(buffers, mixed, levels),
             nbytes,
             f"{format_nbytes(nbytes)}, {LAYERS} layers",
         )
@@ -249,7 +249,7 @@ def _run(
             layers.append(
                 {
                     **{key: one[key] for key in kept},
-                    "bits": mixed,
+                    "bits": [codec.bits for codec in mixed],
                     "one_call": {key: one[key] for key in timed},
                     "call_per_width": {key: each[key] for key in timed},
                     "overhead": one["median_s"] / each["median_s"] - 1,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_cgx.cli.bench.kernel_report import distinct, least_ratio
-from torch_cgx.cli.bench.report import Cell
+from torch_cgx.cli.bench.report import Cell, quantizer_prefix
 from torch_cgx.cli.table import format_nbytes, format_ratio, format_seconds
 
 COLOURS = ("#d1495b", "#30638e", "#edae49", "#00798c")
@@ -114,7 +114,8 @@ def draw_kernels(report: dict[str, Any], path: Path) -> None:
     figure.legend([labels[name] for name in names], names, loc="outside lower center", ncols=len(names), fontsize=9)
     machine, settings = report["machine"], report["settings"]
     figure.suptitle(
-        f"kernels ({simd}, {threads} thread{'s' * (threads > 1)}, bucket size {settings['bucket_size']}), "
+        f"{quantizer_prefix(settings)}kernels ({simd}, {threads} thread{'s' * (threads > 1)}, "
+        f"bucket size {settings['bucket_size']}), "
         f"{machine['cpu']}",
         fontsize=11,
     )
@@ -160,7 +161,9 @@ def _draw_operation(place: Any, cells: list[Cell], operation: str, threads: int)
 
 def settings_text(report: dict[str, Any]) -> str:
     settings = report["settings"]
-    return "exact" if settings["bits"] == 32 else f"{settings['bits']} bits, bucket size {settings['bucket_size']}"
+    if settings["bits"] == 32:
+        return "exact"
+    return f"{quantizer_prefix(settings)}{settings['bits']} bits, bucket size {settings['bucket_size']}"
 
 
 def where_text(report: dict[str, Any]) -> str:

@@ -11,18 +11,19 @@ One schema for every benchmark; fields are only ever added within a version:
     load            load average of the minute before the start, which a run just before raises too
     busy_cores      how many worked in the half second before the start; a quiet machine has less than 0.5 of them;
                     null where it is not known, absent in older files
-    settings        nproc (on each node), nodes, bits, bucket_size, dtype, device, sizes, against, seconds, busy,
-                    omp_num_threads
+    settings        nproc (on each node), nodes, bits, bucket_size, quantizer, dtype, device, sizes, against, seconds,
+                    busy, omp_num_threads; older files have no quantizer: it is maxmin
     link            null on one host; with --nodes:
         nodes, rate         rate as given, null for no limit
         node_cores          that each node has for itself, null where all share all; absent in older files
         goodput_bit_per_s   of plain TCP from node 0 to 1 and from 1 to 0, at the same time, before the benchmark
     cells           one per size and backend:
         nbytes, numel       of the tensor on each rank
-        backend, bits, bucket_size      (bits 32: exact; bucket_size null where it has no meaning)
+        backend, bits, bucket_size, quantizer   (bits 32: exact; the others null where they have no meaning)
         check
             relative_error      |result - sum in float64| / |sum in float64|, Euclidean norms
-            max_error, max_error_allowed    of one value
+            relative_error_allowed          null but for rotated values
+            max_error, max_error_allowed    of one value; the latter null for rotated values
             same_bits           on all ranks
             sent_nbytes         by rank 0 for one operation
             sent_from           "stats" (counted by torch_cgx) or "ring" (computed, for a ring all_reduce)
@@ -50,6 +51,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch_cgx.config import DEFAULT_QUANTIZER, EXACT, Compression
+
 SCHEMA = "cgx-bench"
 SCHEMA_VERSION = 1
 QUIET_LOAD = 0.5
@@ -68,13 +71,19 @@ def caution(result: Mapping[str, Any]) -> list[str]:
     return [f"caution: {what} at the start, so other work shares in these times"] if busy > QUIET_LOAD else []
 
 
+def quantizer_prefix(settings: Mapping[str, Any]) -> str:
+    """Return `rotated `, or nothing for max-min, which files mean that have no quantizer."""
+    name = settings.get("quantizer", DEFAULT_QUANTIZER)
+    return "" if name == DEFAULT_QUANTIZER else f"{name} "
+
+
 def quantile(samples: Sequence[float], share: float) -> float:
     """The smallest sample that at least `share` of all do not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
 
 
-def least_nbytes(nodes: int, numel: int, itemsize: int, bits: int, bucket_size: int | None) -> float:
+def least_nbytes(nodes: int, numel: int, itemsize: int, compression: Compression) -> float:
     """The fewest payload bytes that each node must send, and receive, for an all_reduce between nodes.
 
     2 (N - 1) / N times the payload of the tensor: a node sends its values to those who add them up, all but the share
@@ -82,23 +91,19 @@ def least_nbytes(nodes: int, numel: int, itemsize: int, bits: int, bucket_size: 
     that, and so does cgx, of the encoded values. However many ranks a node has, one sum a node is enough; an algorithm
     that sends each rank's values by themselves gets less than 100 % even with the link full.
     """
-    from torch_cgx.codecs import MaxMin
-
-    payload = numel * itemsize
-    if bucket_size is not None:
-        payload = min(payload, MaxMin(bits, bucket_size).payload_nbytes(numel, itemsize))
+    payload = min(numel * itemsize, compression.codec().payload_nbytes(numel, itemsize))
     return 2 * (nodes - 1) / nodes * payload
 
 
 def merge_cells(
-    of_ranks: Sequence[Sequence[Cell]], *, bits: int, bucket_size: int, link: dict[str, Any] | None = None
+    of_ranks: Sequence[Sequence[Cell]], *, compression: Compression, link: dict[str, Any] | None = None
 ) -> list[Cell]:
-    """One cell of the schema from every rank's cell of the same place."""
+    """Return one cell of the schema from every rank's cell of the same place. `compression`: that of cgx."""
     cells = []
     for same in zip(*of_ranks, strict=True):
         first = same[0]
         nbytes, ops, world = first["nbytes"], first["ops_per_batch"], len(same)
-        compressed = first["backend"] == "cgx"
+        own = compression if first["backend"] == "cgx" else EXACT
         batch_ns = [max(map(sum, batches)) for batches in zip(*(cell["op_ns"] for cell in same), strict=True)]
         median_s = statistics.median(batch_ns) / ops * 1e-9
         sent_nbytes = first["check"]["sent_nbytes"]
@@ -114,8 +119,9 @@ def merge_cells(
                 "nbytes": nbytes,
                 "numel": first["numel"],
                 "backend": first["backend"],
-                "bits": bits if compressed else 32,
-                "bucket_size": bucket_size if compressed and bits < 32 else None,
+                "bits": own.bits,
+                "bucket_size": None if own.is_exact else own.block,
+                "quantizer": None if own.is_exact else own.quantizer,
                 "check": check,
                 "ops_per_batch": ops,
                 "batch_ns": batch_ns,
@@ -128,7 +134,7 @@ def merge_cells(
         if link is not None:
             cell = cells[-1]
             itemsize = nbytes // cell["numel"]
-            least = least_nbytes(link["nodes"], cell["numel"], itemsize, cell["bits"], cell["bucket_size"])
+            least = least_nbytes(link["nodes"], cell["numel"], itemsize, own)
             cell["link_nbytes"] = max(max(one["link_nbytes"]) for one in same)
             cell["limit_nbytes"] = least
             cell["limit_share"] = 8 * least / min(link["goodput_bit_per_s"]) / median_s

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_cgx.cli import registry
+from torch_cgx.cli.bench import train_report
 from torch_cgx.cli.bench.places import add_place_arguments, processes_of, run_there
 from torch_cgx.cli.registry import UsageError, command
+from torch_cgx.config import DEFAULT_QUANTIZER
 
 MODEL_NAMES = ("gpt", "resnet", "vit", "mlp")
 OTHERS = ("gloo", "nccl", "fp16", "powersgd")
@@ -30,18 +32,28 @@ def against(text: str) -> tuple[str, ...]:
 
 
 def ours(text: str) -> tuple[str, ...]:
-    """`8,4,adaptive` -> the names of contestants."""
-    names = []
-    for part in text.split(","):
-        try:
-            names.append("adaptive" if part == "adaptive" else f"cgx-{registry.bits(part)}")
-        except argparse.ArgumentTypeError:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is not allowed: widths from 1 to 8, 32 for exact, or adaptive, as in 8,4,adaptive"
-            ) from None
+    """`8,rotated-2,adaptive` -> the names of contestants."""
+    names = [_ours(part) for part in text.split(",")]
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it has the same twice")
     return tuple(names)
+
+
+def _ours(text: str) -> str:
+    if text == "adaptive":
+        return text
+    quantizer, dash, width = text.rpartition("-")
+    try:
+        if not dash:
+            return f"cgx-{registry.bits(width)}"
+        if quantizer != DEFAULT_QUANTIZER and registry.bits(width) in registry.widths_of(quantizer):
+            return text
+    except (argparse.ArgumentTypeError, ValueError):  # of the bits, of the quantizer
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not allowed: widths from 1 to 8, 32 for exact, rotated-1 to rotated-4, or adaptive, "
+        "as in 4,rotated-2,adaptive"
+    )
 
 
 def readable_file(text: str) -> Path:
@@ -56,7 +68,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=MODEL_NAMES, default="gpt", help="what is trained (gpt)")
     add_place_arguments(parser)
     add("--against", type=against, metavar="NAME,...", help="gloo, nccl, fp16, powersgd, or none (gloo,fp16,powersgd)")
-    add("--bits", type=ours, default=("cgx-4",), metavar="N,...", help="of cgx, as in 8,4,2,adaptive (4)")
+    add(
+        "--bits",
+        type=ours,
+        default=("cgx-4",),
+        metavar="N,...",
+        help="of cgx: max-min widths, rotated-1 to rotated-4, adaptive, as in 4,2,rotated-2 (4)",
+    )
     add("--bucket-size", type=registry.whole_number(1, 65536), default=1024, metavar="N", help="of cgx (1024)")
     add(
         "--bucket-mb",
@@ -92,7 +110,6 @@ def bench_train(options: argparse.Namespace) -> int:
     """
     contestants, nproc = _contestants(options), processes_of(options)
     from torch_cgx.cli import machine
-    from torch_cgx.cli.bench import train_report
     from torch_cgx.cli.bench.train_models import MODELS
 
     settings: dict[str, Any] = {
@@ -146,4 +163,6 @@ def _contestants(options: argparse.Namespace) -> list[str]:
     others = options.against if options.against is not None else (exact, "fp16", "powersgd")
     if wrong in others:
         raise UsageError(f"argument --against: {wrong} is not allowed with --device {options.device}")
+    for compression in filter(None, map(train_report.compression_of, options.bits)):
+        registry.check_compression(compression[1], options.bucket_size, compression[0])
     return ["ideal", *others, *options.bits]

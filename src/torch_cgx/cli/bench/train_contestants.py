@@ -5,6 +5,7 @@
     fp16        torch's fp16_compress_hook, over that backend
     powersgd    torch's powerSGD_hook of rank 4, over that backend
     cgx-N       cgx_hook with N bits, over the cgx backend; N = 32: exactly
+    rotated-N   the same with the rotated quantizer
     adaptive    cgx_hook with bits that choose themselves
 
 All have the same grad buckets, but for powersgd, which has one: its hook starts collectives when others end, and with
@@ -29,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_cgx import AdaptiveBits, CGXState, cgx_hook
 from torch_cgx.cli.bench.train_models import Kind
+from torch_cgx.cli.bench.train_report import compression_of
+from torch_cgx.config import DEFAULT_QUANTIZER
 
 __all__ = ["ADAPTIVE", "CHOOSING", "IDEAL", "POWERSGD_AFTER", "TIMEOUT_S", "Contestant", "Watch", "enter"]
 
@@ -129,7 +132,7 @@ def enter(
 ) -> Contestant:
     """A copy of the model, the same for all; called on all ranks in the same order."""
     torch.manual_seed(0)
-    ours = name == ADAPTIVE or name.startswith("cgx-")
+    ours = name == ADAPTIVE or compression_of(name) is not None
     group = dist.new_group(backend="cgx" if ours else backend, timeout=timedelta(seconds=TIMEOUT_S))
     model: nn.Module = kind.build().to(device)
     ddp = DistributedDataParallel(
@@ -155,8 +158,8 @@ def _way(name: str, group: dist.ProcessGroup, model: DistributedDataParallel, bu
     if name == "powersgd":
         return powerSGD_hook.PowerSGDState(group, POWERSGD_RANK, POWERSGD_AFTER), powerSGD_hook.powerSGD_hook
     adaptive = name == ADAPTIVE
-    bits = 4 if adaptive else int(name.removeprefix("cgx-"))
-    params = {"bits": bits, "bucket_size": bucket_size}
+    quantizer, bits = compression_of(name) or (DEFAULT_QUANTIZER, 4)
+    params = {"bits": bits, "bucket_size": bucket_size, "quantizer": quantizer}
     state = CGXState.from_model(
         model, compression_params=params, adaptive=CHOOSING if adaptive else None, measure_every=1 << 30
     )

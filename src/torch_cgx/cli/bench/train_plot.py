@@ -20,6 +20,9 @@ _COLOURS = {
     "cgx-8": "#f2a3ad",
     "cgx-4": "#d1495b",
     "cgx-2": "#8f1d2c",
+    "rotated-4": "#9d7bc4",
+    "rotated-3": "#7a4fb0",
+    "rotated-2": "#4b2a7b",
 }
 
 

@@ -183,7 +183,14 @@ class Trainer:
 def run(arguments: Message, report: Report) -> Message:
     plan = Plan(**{**arguments, "contestants": tuple(arguments["contestants"])})
     join_world(TIMEOUT_S)
-    tell = _teller(report)
+    result = _train(plan, _teller(report))
+    # Only now, when the copies' DDP modules are gone. The last of them would otherwise end the Gloo group itself, and
+    # would hold the GIL while it waits for Gloo's threads. One of those may need the GIL (pytorch issue 56297).
+    dist.destroy_process_group()
+    return result
+
+
+def _train(plan: Plan, tell: Callable[[float, str], None]) -> Message:
     tell(0.0, "building models")
     trainer = Trainer(plan)
     warm_up(plan, trainer, tell)
@@ -197,7 +204,6 @@ def run(arguments: Message, report: Report) -> Message:
                 trainer.turn_in_step(contestant)
     result = _result(plan, trainer)
     dist.barrier()
-    dist.destroy_process_group()
     return result
 
 

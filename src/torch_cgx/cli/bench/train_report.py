@@ -11,7 +11,7 @@ The head is that of every benchmark (report.py), with kind "train"; then:
     buckets     the grad buckets in the order in which DDP hands them over: numel, layers (names), ready_s (seconds
                 after the start of backward, median of the ideal contestant's steps on rank 0)
     cells       one a contestant:
-        contestant          ideal, gloo, nccl, fp16, powersgd, cgx-N, adaptive
+        contestant          ideal, gloo, nccl, fp16, powersgd, cgx-N (max-min), rotated-N, adaptive
         step_s              seconds of a step, a figure a round, of the slowest rank
         median_s            of step_s; steps_per_s = 1 / median_s
         ideal_share         median over rounds of the ideal contestant's step_s / this one's
@@ -38,6 +38,7 @@ from typing import Any
 
 from torch_cgx.cli.bench import report
 from torch_cgx.cli.table import format_nbytes, format_seconds, format_table
+from torch_cgx.config import DEFAULT_QUANTIZER, EXACT
 
 IDEAL = "ideal"
 Cell = dict[str, Any]
@@ -101,12 +102,20 @@ def loss_at(curve: Sequence[tuple[float, float]], seconds: float) -> float | Non
     return curve[-1][1] if curve and seconds >= curve[-1][0] else None
 
 
+def compression_of(contestant: str) -> tuple[str, int] | None:
+    """Return the quantizer and the bits of `cgx-4` or `rotated-2`; None: it has no fixed ones."""
+    name, _, bits = contestant.rpartition("-")
+    return (DEFAULT_QUANTIZER if name == "cgx" else name, int(bits)) if name else None
+
+
 def names_of(contestant: str) -> str:
-    """`cgx-4` -> `cgx, 4 bits`."""
-    if contestant.startswith("cgx-"):
-        bits = int(contestant.removeprefix("cgx-"))
-        return "cgx, exact" if bits == 32 else f"cgx, {bits} bit{'s' * (bits > 1)}"
-    return {"adaptive": "cgx, adaptive"}.get(contestant, contestant)
+    """`cgx-4` -> `cgx, 4 bits`; `rotated-2` -> `cgx, rotated, 2 bits`."""
+    compression = compression_of(contestant)
+    if compression is None:
+        return {"adaptive": "cgx, adaptive"}.get(contestant, contestant)
+    quantizer, bits = compression
+    kind = "" if quantizer == DEFAULT_QUANTIZER else f" {quantizer},"
+    return "cgx, exact" if bits == EXACT.bits else f"cgx,{kind} {bits} bit{'s' * (bits > 1)}"
 
 
 def format_train(result: Mapping[str, Any]) -> str:

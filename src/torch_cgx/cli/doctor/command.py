@@ -116,12 +116,11 @@ def _try(report: Report) -> None:
         if report.problems:
             return
         progress.update(0.3, "two processes start")
-        asked = compression()
 
         def on_way(way: str) -> None:
             progress.update(0.7 if way == trial.SHARED else 0.85, f"all_reduce over {way}")
 
-        report.attempts += trial.try_ways(asked.bits, asked.block, on_way)
+        report.attempts += trial.try_ways(compression(), on_way)
     report.problems += _failures(report.attempts)
     if report.machine["native"] and _free_nbytes(report) >= SMALL_SHARED_MEMORY_NBYTES:  # else it is explained already
         report.advice += [attempt.note for attempt in report.attempts if attempt.note]

@@ -68,18 +68,19 @@ def in_force(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], l
     try:
         compression = config.compression_from_environ(valid)
     except ValueError as error:  # each by itself is right
-        complaints["together"] = str(error)
+        together = (config.BITS_VARIABLE, config.BLOCK_VARIABLE, config.QUANTIZER_VARIABLE)
+        complaints |= {name: str(error) for name in together if name in valid}
         compression = config.EXACT
     values = asdict(compression) | asdict(config.Settings.from_environ(valid))
     program = {name: value for name, value in asdict(scopes.asked()).items() if value is not None}
     settings = []
     for name, variable in config.VARIABLES.items():
-        origin = VARIABLE if variable in valid else NOT_VALID if variable in complaints else DEFAULT
+        origin = NOT_VALID if variable in complaints else VARIABLE if variable in valid else DEFAULT
         if name in program:
             settings.append(Setting(name, program[name], variable, PROGRAM))
         else:
             settings.append(Setting(name, None if origin == NOT_VALID else values[name], variable, origin))
-    return settings, list(complaints.values())
+    return settings, list(dict.fromkeys(complaints.values()))
 
 
 def _complaint(name: str, value: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from torch_cgx.cli.processes import Message, RankFailed, Report, TooSlow, join_world, run_ranks
+from torch_cgx.config import Compression
 
 __all__ = ["SHARED", "WAYS", "Attempt", "try_ways"]
 
@@ -62,10 +63,16 @@ class Attempt:
 
 
 def try_ways(
-    bits: int, bucket_size: int, on_way: Callable[[str], None], ways: Sequence[str] = tuple(WAYS)
+    compression: Compression, on_way: Callable[[str], None], ways: Sequence[str] = tuple(WAYS)
 ) -> list[Attempt]:
-    """`on_way` hears which one begins."""
-    asked = {"bits": bits if bits < 32 else BITS, "bucket_size": bucket_size, "dtype": "float32", "nbytes": NBYTES}
+    """Try an all_reduce over each of these ways. `on_way` hears which one begins."""
+    asked = {
+        "bits": BITS if compression.is_exact else compression.bits,
+        "bucket_size": compression.block,
+        "quantizer": compression.quantizer,
+        "dtype": "float32",
+        "nbytes": NBYTES,
+    }
     done: list[Attempt] = []
     while len(done) < len(ways):
         done += _try_together(asked, ways[len(done) :], on_way)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_cgx.cli import registry
 from torch_cgx.cli.registry import UsageError, command
+from torch_cgx.config import DEFAULT_QUANTIZER
 
 if TYPE_CHECKING:
     from torch_cgx.cli.plan.inputs import Input
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(rtx3090; with --from-run cpu)",
     )
     add("--cores", type=positive, metavar="N", help="CPU cores that a rank has; with 1, all share it (2)")
-    add("--bucket-size", type=registry.whole_number(1, 65536), default=1024, metavar="N", help="as elsewhere (1024)")
+    registry.add_compression_arguments(parser)
     add("--price", type=positive, metavar="P", help="of a node for an hour, in any currency")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=_lazily("count"), metavar="N", help="that the training has on these nodes")
@@ -72,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command("plan", summary="predict what a training would gain on a cluster", arguments=add_arguments)
 def plan(options: argparse.Namespace) -> int:
     """Predict step time, share of ideal scaling and cost of a training: exact, fp16, and cgx at 1 to 8 bits.
+
+    With --quantizer rotated, 1 to 4 bits are rotated and 5 to 8 max-min. That changes the bytes a little; kernels of
+    both are taken to be as fast.
 
     The very programs that cgx would run are run by clocks, with the algorithm that cgx would choose between nodes.
     Exact means a ring, as NCCL and Gloo have it. docs/plan-validation.md has what this assumes, and how well it has
@@ -91,6 +95,7 @@ def plan(options: argparse.Namespace) -> int:
     from torch_cgx.cli.plan.sites import make_site
     from torch_cgx.cli.progress import Progress
 
+    registry.check_compression(1, options.bucket_size, options.quantizer)
     given = [name for name in ("params", "from_run", "model") if getattr(options, name) is not None]
     if len(given) != 1:
         got = " and ".join(f"--{name.replace('_', '-')}" for name in given) or "none"
@@ -115,6 +120,7 @@ def plan(options: argparse.Namespace) -> int:
         latency_s=None if options.latency_us is None else options.latency_us / 1e6,
         cores=options.cores,
         block=options.bucket_size,
+        quantizer=options.quantizer,
     )
     made = Plan(site, source.workload)
     curve_nodes = sorted({2**power for power in range(11)} | {options.nodes})
@@ -235,6 +241,7 @@ def _report(
             "kernels": options.kernels,
             "cores": site.cores,
             "bucket_size": options.bucket_size,
+            "quantizer": options.quantizer,
             "price": options.price,
             "steps": steps,
             "ideal_step_s": ideal_s,
@@ -304,6 +311,9 @@ def format_advice(report: dict[str, Any]) -> str:
     way, settings = advice["way"], report["settings"]
     bits = advice["contestant"].split()[0]
     variables = [f"CGX_COMPRESSION_QUANTIZATION_BITS={bits}"]
+    rotated = settings["quantizer"] != DEFAULT_QUANTIZER and int(bits) in registry.widths_of(settings["quantizer"])
+    if rotated:
+        variables.append(f"CGX_COMPRESSION_QUANTIZER={settings['quantizer']}")
     if settings["gpus"] > 1 and len(advice["alternatives"]) > 1:
         variables.append(f"CGX_INNER_COMMUNICATOR_TYPE={way['inner']}")
     if settings["nodes"] > 1:
@@ -317,9 +327,9 @@ def format_advice(report: dict[str, Any]) -> str:
     if way["algorithm"] == "GRID":
         lines.append("cgx will sum in a GRID of nodes, which quantizes once more than SRA: look at the loss")
     if advice["lower"]:
+        adaptive = "" if rotated else "try adaptive bits, and "
         lines.append(
-            f"{advice['lower']} would be faster still, but loses more of each gradient: try adaptive bits, "
-            "and look at the loss"
+            f"{advice['lower']} would be faster still, but loses more of each gradient: {adaptive}look at the loss"
         )
     return "\n".join(lines)
 

@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 
-from torch_cgx.codecs import RAW, Codec, MaxMin
+from torch_cgx.cli.registry import widths_of
+from torch_cgx.codecs import RAW, Codec, make_codec
+from torch_cgx.config import DEFAULT_QUANTIZER
 from torch_cgx.plan.costs import Costs, Speeds, Wire, choose
 from torch_cgx.plan.simulate import Size, Timing
 from torch_cgx.plan.simulate_classes import MOST_NODES, Cluster, simulate_cluster
@@ -110,6 +112,7 @@ class Site:
     exact_between: Wire
     cores: float = 2.0  # of each rank. The engine of CPU tensors has one thread, which computes and moves bytes
     block: int = 1024
+    quantizer: str = DEFAULT_QUANTIZER  # of the widths that it has; the others are max-min
     tree: bool = False  # the exact backend has trees as well as rings, as NCCL does, and takes the faster
     steals_kernels: bool = True  # kernels and gradients are computed by one processor
     steals_transport: bool = False  # messages and gradients are
@@ -163,7 +166,7 @@ class Plan:
         """Time one all_reduce of so many values by itself; without a way, by the exact backend."""
         site = self.site
         itemsize = 2 if contestant == FP16 else _ITEMSIZE
-        codec = _codec(contestant, site.block)
+        codec = self._codec(contestant)
         nbytes = numel * itemsize
         if way is not None:
             operation = _Operation(self.cluster(contestant, numel, nodes, way), numel, itemsize, codec)
@@ -187,7 +190,7 @@ class Plan:
             return replace(cluster, algorithm=way.algorithm)
         if nodes == 1:
             return cluster
-        codec, shares = _codec(contestant, site.block), cluster.shares
+        codec, shares = self._codec(contestant), cluster.shares
         payload = codec.payload_nbytes(numel, _ITEMSIZE)
         slice_nbytes = self._slice_nbytes(cluster, numel * _ITEMSIZE, payload)
         sizes = (numel * _ITEMSIZE / shares, payload / shares, codec.bits, slice_nbytes / shares)
@@ -226,6 +229,13 @@ class Plan:
         cores = site.cores if site.device == "gpu" else min(1.0, site.cores)
         start_s = site.start_s if nodes > 1 else 0.0
         return Costs(site.within[way.inner], site.between[way.cross], site.speeds, cores, start_s)
+
+    def _codec(self, contestant: str) -> Codec:
+        if contestant in (EXACT, FP16):
+            return RAW
+        bits, site = int(contestant.split()[0]), self.site
+        quantizer = site.quantizer if bits in widths_of(site.quantizer) else DEFAULT_QUANTIZER
+        return make_codec(quantizer, bits, site.block)
 
     def _step(self, contestant: str, nodes: int, way: Way | None) -> Prediction:
         work, site = self.workload, self.site
@@ -279,7 +289,3 @@ def _tree(cluster: Cluster, nbytes: float, costs: Costs) -> Timing:
     slowest = max(link / far.bytes_per_s, link / near.bytes_per_s if cluster.ranks > 1 else 0.0)
     kernel = nbytes / costs.speeds.sum
     return Timing(costs.start_s + latency + slowest + kernel, kernel, 0.0, (link,), link)
-
-
-def _codec(contestant: str, block: int) -> Codec:
-    return RAW if contestant in (EXACT, FP16) else MaxMin(int(contestant.split()[0]), block)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_cgx.cli.plan.model import Site
 from torch_cgx.cli.registry import UsageError
+from torch_cgx.config import DEFAULT_QUANTIZER
 from torch_cgx.plan.costs import CUDA, ETHERNET, HOST, Speeds, Wire
 
 __all__ = ["CPU", "GPUS", "gpu_speeds", "make_site", "read_speeds"]
@@ -99,6 +100,7 @@ def make_site(
     latency_s: float | None = None,
     cores: float | None = None,
     block: int = 1024,
+    quantizer: str = DEFAULT_QUANTIZER,
 ) -> Site:
     """Return what nodes with such kernels and links have. `latency_s`: between nodes, whatever carries messages."""
     device, speeds = speeds_named(kernels)
@@ -117,6 +119,7 @@ def make_site(
             between,
             cores=cores,
             block=block,
+            quantizer=quantizer,
             tree=True,
         )
     return Site(
@@ -129,6 +132,7 @@ def make_site(
         replace(_GLOO, **known),
         cores=cores,
         block=block,
+        quantizer=quantizer,
         steals_kernels=cores <= 1,
         steals_transport=cores <= 1,
         start_s=HOST.start_s,

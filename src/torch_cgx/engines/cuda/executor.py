@@ -20,7 +20,7 @@ from torch_cgx.engines.cuda.device import Device
 from torch_cgx.engines.cuda.exchange import Arrival, Exchange
 from torch_cgx.kernels import Kernels
 from torch_cgx.plan.layout import Chunk, Slice
-from torch_cgx.plan.program import Receive, Send
+from torch_cgx.plan.program import Receive, Send, Slot
 from torch_cgx.plan.rounds import Round, rounds_for
 from torch_cgx.plan.schedule import Schedule, schedule_for
 
@@ -35,10 +35,10 @@ class _Underway:
     schedule: Schedule
     rounds: tuple[tuple[Round, ...], ...]
     room_nbytes: int  # of the longest payload
-    slots: dict[str, Tensor] = field(default_factory=dict)
+    slots: dict[Slot, Tensor] = field(default_factory=dict)
     arriving: list[Arrival] = field(default_factory=list)
 
-    def coded(self, slot: str) -> Chunk:
+    def coded(self, slot: Slot) -> Chunk:
         """What the slot's payload encodes, and how."""
         shared = self.schedule.slots[slot]
         return self.part.joined(shared.chunks).coded(shared.exact)

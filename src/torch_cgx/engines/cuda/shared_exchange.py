@@ -24,7 +24,7 @@ from torch_cgx.engines.host.native import Prepared, SharedGroup
 from torch_cgx.engines.host.plans import Plan, Tables, Template, aligned
 from torch_cgx.kernels import Piece
 from torch_cgx.plan.layout import Chunk, Slice
-from torch_cgx.plan.program import Decode, Encode, Receive, Send, Step
+from torch_cgx.plan.program import Decode, Encode, Receive, Send, Slot, Step
 from torch_cgx.plan.programs import EXACT, NodeSlot, NodeSlots
 
 __all__ = ["SharedExchange", "exchange_plan", "wait_for"]
@@ -136,5 +136,5 @@ def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], r
     return Plan(tables, sum(sent), _DTYPE)
 
 
-def _slot(writer: int, reader: int) -> str:
-    return f"{writer}>{reader}"
+def _slot(writer: int, reader: int) -> Slot:
+    return Slot("payload", reader, writer)

@@ -21,7 +21,7 @@ from torch_cgx.kernels.native import DTYPES
 from torch_cgx.plan.algorithms import Topology
 from torch_cgx.plan.algorithms.hierarchical import members_of
 from torch_cgx.plan.layout import Layer, Layout, Slice
-from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Reduce, Send, Sum
+from torch_cgx.plan.program import Add, Decode, Encode, Join, Program, Receive, Reduce, Send, Slot, Sum
 from torch_cgx.plan.programs import EXACT, NodeSlots, layout_for, node_slots_for, program_for
 from torch_cgx.plan.schedule import levels_of
 from torch_cgx.plan.slicing import largest_slice_nbytes, link_lag
@@ -59,7 +59,7 @@ class Template:
 
     def __init__(self, program: Program, node: NodeSlots, *, in_place: bool = False) -> None:
         """`in_place`: leave what is exact in the tensor where the program allows it."""
-        chunks_of: dict[str, tuple[int, ...]] = {}
+        chunks_of: dict[Slot, tuple[int, ...]] = {}
         for step in program:
             if isinstance(step, (Reduce, Sum)):
                 chunks_of |= dict.fromkeys(step.inputs, step.chunks)
@@ -187,7 +187,7 @@ class Tables:
         return int(handle)
 
 
-def homes_in_tensor(program: Program) -> dict[str, int]:
+def homes_in_tensor(program: Program) -> dict[Slot, int]:
     """Return the slots whose payload, if it is exact, can stay in the tensor, and in which one.
 
     A rank sends from the values that it would encode, and receives into those that it would decode into. That is safe
@@ -195,7 +195,7 @@ def homes_in_tensor(program: Program) -> dict[str, int]:
     is added up has to be elsewhere, and parts of a joined payload have to be adjacent.
     """
     elsewhere: set[str] = set()
-    homes: dict[str, int] = {}
+    homes: dict[Slot, int] = {}
     for step in program:
         if isinstance(step, (Reduce, Sum, Join)):
             elsewhere.update(step.inputs)

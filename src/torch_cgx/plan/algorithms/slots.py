@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from torch_cgx.plan.program import Slot
+
+__all__ = ["HOP", "INSIDE", "PART", "ROW", "SUM", "SUMS", "hop", "inside", "part", "row", "sums", "total"]
+
+PART, INSIDE, HOP, ROW, SUMS, SUM = "part", "inside", "hop", "row", "sums", "sum"
 
 
-def part(source: int, chunk: int) -> str:
-    """One rank's values of a chunk, for whoever sums them up."""
-    return f"part:{source}>{chunk}"
+def part(source: int, chunk: int) -> Slot:
+    """Name one rank's values of a chunk, for whoever sums them up."""
+    return Slot(PART, chunk, source)
 
 
-def inside(source: int, chunk: int) -> str:
-    """One rank's values of a chunk, for the rank that speaks for its node."""
-    return f"inside:{source}>{chunk}"
+def inside(source: int, chunk: int) -> Slot:
+    """Name one rank's values of a chunk, for the rank that speaks for its node."""
+    return Slot(INSIDE, chunk, source)
 
 
-def hop(source: int, chunk: int) -> str:
-    """The sum of a chunk so far, as one rank hands it to the next."""
-    return f"hop:{source}>{chunk}"
+def hop(source: int, chunk: int) -> Slot:
+    """Name the sum of a chunk so far, as one rank hands it to the next."""
+    return Slot(HOP, chunk, source)
 
 
-def row(source: int, chunk: int) -> str:
+def row(source: int, chunk: int) -> Slot:
     """Name one rank's values of another column. `chunk` is the first of that column."""
-    return f"row:{source}>{chunk}"
+    return Slot(ROW, chunk, source)
 
 
-def sums(source: int, chunk: int) -> str:
+def sums(source: int, chunk: int) -> Slot:
     """Name the joined sums of a rank's column. `chunk` is the first of that column."""
-    return f"sums:{source}>{chunk}"
+    return Slot(SUMS, chunk, source)
 
 
-def total(chunk: int) -> str:
-    """A chunk's sum."""
-    return f"sum:{chunk}"
-
-
-def moved(slot: str, rank: Callable[[int], int], chunk: Callable[[int], int]) -> str:
-    """The name that a slot has where ranks and chunks are numbered differently."""
-    kind, _, numbers = slot.partition(":")
-    source, apart, of_chunk = numbers.rpartition(">")
-    return f"{kind}:{rank(int(source)) if apart else ''}{apart}{chunk(int(of_chunk))}"
+def total(chunk: int) -> Slot:
+    """Name a chunk's sum."""
+    return Slot(SUM, chunk)
