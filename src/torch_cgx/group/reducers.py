@@ -231,7 +231,7 @@ class SharedReducer:
         self._shared.reset_stats()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Requests bring theirs."""
+        """Do nothing: every request has its own timeout."""
 
     def close(self) -> None:
         self._shared.close()
@@ -289,7 +289,7 @@ class PlainReducer:
         self._engine.reset_figures()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Requests bring theirs."""
+        """Do nothing: every request has its own timeout."""
 
     def close(self) -> None:
         """Do nothing: the group's ledger ends the operations that Gloo carries."""

@@ -282,7 +282,7 @@ class Inquiry:
             failure.ended.set()
 
     def _look_around(self) -> None:
-        """During a long wait, fail if ranks are out of step, or if a rank that the operation needs is gone."""
+        """Fail the group, during a long wait, if ranks are out of step or a rank that it needs is gone."""
         reports = self._collect(self._ask(), ANSWER_CALMLY_S, hurried=True)
         self._hear()
         if self.failure is not None or self._failures:
