@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_cgx.config import VARIABLES, Compression, LinkCosts, Settings, compression_from_environ, unknown_variables
+from torch_cgx.config import (
+    VARIABLES,
+    Asked,
+    Compression,
+    LinkCosts,
+    Settings,
+    compression_from_environ,
+    unknown_variables,
+)
 
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 BUCKET = "CGX_COMPRESSION_BUCKET_SIZE"
+QUANTIZER = "CGX_COMPRESSION_QUANTIZER"
 
 
 def test_without_variables_the_defaults_hold_and_nothing_is_compressed() -> None:
@@ -172,6 +181,49 @@ def test_a_bucket_size_outside_its_range_is_refused(value: str) -> None:
 def test_a_compression_outside_its_range_cannot_be_made(bits: int, block: int) -> None:
     with pytest.raises(ValueError, match=r"expected .*, got"):
         Compression(bits, block)
+
+
+def test_the_variable_for_the_quantizer_brings_its_own_bucket_size_unless_one_is_set() -> None:
+    assert compression_from_environ({QUANTIZER: "Rotated"}) == Compression(32, 1024, "rotated")
+    assert compression_from_environ({QUANTIZER: "rotated", BITS: "2"}) == Compression(2, 1024, "rotated")
+    assert compression_from_environ({QUANTIZER: "rotated", BUCKET: "256"}) == Compression(32, 256, "rotated")
+    assert compression_from_environ({QUANTIZER: "maxmin"}) == compression_from_environ({QUANTIZER: ""}) == Compression()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({QUANTIZER: "maxmax"}, f"{QUANTIZER}='maxmax' is not valid: allowed is maxmin or rotated"),
+        (
+            {QUANTIZER: "rotated", BITS: "5"},
+            f"{BITS}=5 {QUANTIZER}=rotated: bits of the rotated quantizer: expected 1 to 4",
+        ),
+        (
+            {QUANTIZER: "rotated", BITS: "4", BUCKET: "100"},
+            f"{BITS}=4 {BUCKET}=100 {QUANTIZER}=rotated: bucket size of the rotated quantizer: expected one of "
+            "64, 128, 256, 512, 1024, 2048, 4096, got 100",
+        ),
+    ],
+)
+def test_a_quantizer_that_does_not_go_with_the_others_is_refused_with_what_does(
+    given: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        compression_from_environ(given)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("bits", "block"), [(5, 1024), (8, 64), (0, 64), (2, 100), (2, 32), (2, 8192)])
+def test_a_rotated_compression_outside_its_range_cannot_be_made(bits: int, block: int) -> None:
+    with pytest.raises(ValueError, match=r"of the rotated quantizer: expected .*, got"):
+        Compression(bits, block, "rotated")
+
+
+def test_what_one_asks_for_goes_over_what_another_does_part_by_part() -> None:
+    usual = Asked(4, 512, "maxmin")
+    assert Asked().over(usual) == usual
+    assert Asked(bits=2, quantizer="rotated").over(usual) == Asked(2, 512, "rotated")
+    assert Asked(bits=2, quantizer="rotated").over(Asked(8)).compression() == Compression(2, 1024, "rotated")
 
 
 def test_the_fingerprint_is_what_ranks_must_share_and_goes_through_json() -> None:

@@ -57,6 +57,35 @@ def test_a_payload_is_as_long_as_promised(bits: int, dtype: torch.dtype) -> None
         assert promised == -(-(headers + levels) // 8) * 8
 
 
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "lost"), [(1, 0.571), (2, 0.1332), (3, 0.0358), (4, 0.0096)])
+def test_rotated_values_lose_what_they_must_and_payloads_are_as_long_as_promised(
+    bits: int, lost: float, dtype: torch.dtype, stochastic: bool
+) -> None:
+    for numel, block in ((100_000, 1024), (4096, 4096), (20_003, 64)):
+        x = noise(numel, dtype, seed=bits)
+        payload = quantize(x, bits, block, "rotated", stochastic=stochastic, seed=5)
+        whole, rest = divmod(numel, block)
+        coded = whole * block + (max(64, 1 << (rest - 1).bit_length()) if rest else 0)
+        assert len(payload) == -(-(8 + 4 * -(-numel // block) + coded * bits // 8) // 8) * 8
+        assert len(payload) == payload_nbytes(numel, dtype, bits, block, "rotated")
+        y = dequantize(payload, numel, dtype, bits, block, "rotated")
+        share = float((y.double() - x.double()).square().sum() / x.double().square().sum())
+        assert share == pytest.approx(lost, rel=0.1)
+
+
+def test_rotated_is_not_the_default_and_brings_its_own_bucket_size() -> None:
+    x = noise(5000)
+    payload = quantize(x, 2, quantizer="rotated")
+    assert torch.equal(payload, quantize(x, 2, 1024, "rotated"))
+    assert not torch.equal(payload, quantize(x, 2, 512, "rotated"))
+    assert torch.equal(quantize(x, 2), quantize(x, 2, 512, "maxmin"))
+    out = torch.ones(5000)
+    dequantize(payload, 5000, torch.float32, 2, 1024, "rotated", out=out, add=True)
+    assert torch.equal(out, 1 + dequantize(payload, 5000, torch.float32, 2, 1024, "rotated"))
+
+
 def test_the_defaults_are_four_bits_and_512_values() -> None:
     x = noise(5000)
     assert torch.equal(quantize(x), quantize(x, 4, 512))
@@ -176,6 +205,11 @@ PAYLOAD = quantize(X)
         (lambda: quantize(X, -4), "1 to 8", "-4"),
         (lambda: quantize(X, 4, 0), "1 to 65536", "0"),
         (lambda: quantize(X, 4, 65537), "1 to 65536", "65537"),
+        (lambda: quantize(X, 5, quantizer="rotated"), "1 to 4", "5"),
+        (lambda: quantize(X, 2, 100, "rotated"), "one of 64, 128, 256, 512, 1024, 2048, 4096", "100"),
+        (lambda: quantize(X, 2, quantizer="maxmax"), "'maxmin' or 'rotated'", "maxmax"),
+        (lambda: quantize(X, 2, quantizer=None), "'maxmin' or 'rotated'", "None"),  # type: ignore[arg-type]
+        (lambda: payload_nbytes(10, torch.float32, 8, 1024, "rotated"), "1 to 4", "8"),
         (lambda: quantize(X.double()), "float32", "float64"),
         (lambda: quantize(torch.arange(10)), "float32", "int64"),
         (lambda: quantize(X.to("meta")), "CPU", "meta"),

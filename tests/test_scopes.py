@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from torch_cgx import compressed, set_default, uncompressed
-from torch_cgx.config import BITS_VARIABLE, BLOCK_VARIABLE, Compression
+from torch_cgx.config import BITS_VARIABLE, BLOCK_VARIABLE, QUANTIZER_VARIABLE, Compression
 from torch_cgx.scopes import asked_compression, compression, is_uncompressed, share_compression
 
 EXACT = 32
@@ -19,6 +19,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No variables before a test, and no defaults after it."""
     monkeypatch.delenv(BITS_VARIABLE, raising=False)
     monkeypatch.delenv(BLOCK_VARIABLE, raising=False)
+    monkeypatch.delenv(QUANTIZER_VARIABLE, raising=False)
     yield
     set_default()
     assert compression() == Compression(EXACT, 512)
@@ -55,6 +56,45 @@ def test_a_default_takes_the_place_of_its_variable_and_none_gives_it_back(monkey
     assert compression() == Compression(4, 64)
     monkeypatch.delenv(BITS_VARIABLE)
     monkeypatch.delenv(BLOCK_VARIABLE)
+
+
+def test_a_quantizer_comes_from_the_block_or_the_default_or_the_variable_in_this_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as variables:
+        variables.setenv(BITS_VARIABLE, "4")
+        variables.setenv(QUANTIZER_VARIABLE, "rotated")
+        assert compression() == Compression(4, 1024, "rotated")
+        set_default(quantizer="maxmin")
+        assert compression() == Compression(4, 512)
+        with compressed(2, quantizer="rotated"):
+            assert compression() == share_compression() == Compression(2, 1024, "rotated")
+            with compressed(3):
+                assert compression() == Compression(3, 1024, "rotated")
+            with compressed(8, quantizer="maxmin"):
+                assert compression() == Compression(8, 1024)
+        set_default(bits=2)
+        assert compression() == Compression(2, 1024, "rotated")
+        with compressed(3, bucket_size=64):
+            assert compression() == Compression(3, 64, "rotated")
+        set_default(bits=8)  # right with another variable, which may be set before the next call
+        with pytest.raises(ValueError, match="bits of the rotated quantizer: expected 1 to 4"):
+            compression()
+    assert compression() == Compression(8, 512)
+
+
+def test_a_quantizer_that_cannot_be_is_refused_and_changes_nothing() -> None:
+    set_default(bits=3, quantizer="rotated")
+    for wrong, words in (
+        ({"quantizer": "maxmax"}, "quantizer: expected 'maxmin' or 'rotated', got 'maxmax'"),
+        ({"bits": 5, "quantizer": "rotated"}, "expected 1 to 4"),
+        ({"bits": 2, "bucket_size": 100, "quantizer": "rotated"}, "expected one of 64, 128"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            set_default(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected 1 to 4"), compressed(8):
+        raise AssertionError("it was entered")
+    assert compression() == Compression(3, 1024, "rotated")
 
 
 @pytest.mark.parametrize(

@@ -311,3 +311,15 @@ def test_the_replicate_group_is_told_of_layers_once_and_of_several_of_a_total_al
     again.release()
     again.release()
     assert group.told[-1] is None and len(group.told) == 7
+
+
+def test_of_several_claims_at_the_same_bits_that_of_rotated_values_holds() -> None:
+    group: Any = FakeReplicateGroup()
+    four, rotated = Replicas.of(group).claim(FOUR), Replicas.of(group).claim(Compression(4, 1024, "rotated"))
+    assert group.told[-1] == Override(Compression(4, 1024, "rotated"))
+    four.expect((Layer(2048, MaxMin(4, 256)),))
+    rotated.expect((Layer(2048, Rotated(4, 1024)),))
+    assert group.told[-1].layers == {2048: (Layer(2048, Rotated(4, 1024)),)}
+    rotated.release()
+    assert group.told[-1] == Override(FOUR, {2048: (Layer(2048, MaxMin(4, 256)),)})
+    four.release()

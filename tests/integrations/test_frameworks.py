@@ -89,8 +89,9 @@ def lightning_stops_and_resumes(me: Rank, folder: str) -> tuple[Tensor, Tensor]:
         # parameters; other places in a grad bucket round otherwise.
         strategy = CGXStrategy(
             bits=2,
+            quantizer="rotated",
             layer_min_size=16,
-            overrides={"net.0.*": {"bits": 3}},
+            overrides={"net.0.*": {"bits": 8, "quantizer": "maxmin"}},
             error_feedback=True,
             find_unused_parameters=True,
         )
@@ -108,6 +109,8 @@ def lightning_stops_and_resumes(me: Rank, folder: str) -> tuple[Tensor, Tensor]:
     first_half.save_checkpoint(full)
     first_half.save_checkpoint(weights, weights_only=True)
     assert strategy.cgx_state is not None
+    chosen = {(each.name, each.bits, each.quantizer) for each in strategy.cgx_state.report().layers if each.bits != 32}
+    assert chosen == {("net.0.weight", 8, "maxmin"), ("net.2.weight", 2, "rotated")}
     assert len(torch.load(full, weights_only=True)["torch_cgx"]) == WORLD
     assert "torch_cgx" not in torch.load(weights, weights_only=True)
     _, _, resumed = fit(2, full)
@@ -144,8 +147,11 @@ def trainer_stops_and_resumes(me: Rank, folder: str) -> tuple[Tensor, Tensor]:
             disable_tqdm=True,
         )
         trainer = Trainer(model, arguments, train_dataset=data)
-        trainer.add_callback(CGXCallback(trainer, bits=2, layer_min_size=16, error_feedback=True))
+        callback = CGXCallback(trainer, bits=2, quantizer="rotated", layer_min_size=16, error_feedback=True)
+        trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=checkpoint)
+        assert callback.cgx_state is not None
+        assert {each.quantizer for each in callback.cgx_state.report().layers} == {"rotated", None}
         return model
 
     return flat(train()), flat(train(f"{folder}/checkpoint-{BATCHES}"))

@@ -102,6 +102,30 @@ def test_a_failure_is_one_line_that_says_what_to_do(error: Exception, words: str
     assert words in in_words(error) and "\n" not in in_words(error)
 
 
+@pytest.mark.parametrize(
+    ("compression", "tried"),
+    [
+        (Compression(), (4, 512, "maxmin")),
+        (Compression(6, 64), (6, 64, "maxmin")),
+        (Compression(32, 1024, "rotated"), (4, 1024, "rotated")),
+        (Compression(2, 256, "rotated"), (2, 256, "rotated")),
+    ],
+    ids=str,
+)
+def test_what_is_in_force_is_tried_and_four_bits_where_that_is_exact(
+    compression: Compression, tried: tuple[int, int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int, str]] = []
+
+    def run_ranks(target: str, told: dict[str, Any], nproc: int, hear: Hear, *, limit_s: float) -> None:
+        asked.append((told["bits"], told["bucket_size"], told["quantizer"]))
+        well(told["ways"], hear)
+
+    monkeypatch.setattr(trial, "run_ranks", run_ranks)
+    attempts = try_ways(compression, lambda way: None)
+    assert asked == [tried] and {attempt.bits for attempt in attempts} == {tried[0]}
+
+
 def test_where_no_process_can_be_started_all_ways_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
