@@ -169,9 +169,7 @@ def _gathering(spoken: Sequence[Step], peers: Sequence[int], exact: bool) -> Ite
         if isinstance(step, Receive):
             waits.append(step)
             continue
-        if (
-            isinstance(step, Reduce) and not step.inputs
-        ):  # a single node: all inputs have the same coding, so sum at once
+        if isinstance(step, Reduce) and not step.inputs:  # a single node: one coding for all, so sum at once
             yield from (Receive(inside(peer, step.chunk), peer, exact=exact) for peer in peers)
             step = replace(step, inputs=tuple(inside(peer, step.chunk) for peer in peers))
         elif isinstance(step, Encode | Reduce):
