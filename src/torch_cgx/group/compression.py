@@ -1,4 +1,4 @@
-"""Decide how a call is compressed: one set of rules per group.
+"""The rules that decide how a call is compressed, one set per group.
 
 The first line that applies decides.
 

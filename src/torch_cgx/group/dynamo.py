@@ -1,4 +1,4 @@
-"""Keep torch.compile from tracing this package.
+"""Marks that keep torch.compile from tracing this package.
 
 A compiled region reaches our Python code through C++ (DDP's collectives), and dynamo would then try to compile it.
 Marking code objects costs microseconds. The documented `torch.compiler.disable` imports all of dynamo, which takes more

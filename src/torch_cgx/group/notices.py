@@ -1,4 +1,4 @@
-"""Warn, once per process and on rank 0, about variables that do not do what the user expects.
+"""Warnings, once per process and on rank 0, about variables that do not do what the user expects.
 
 There are two warnings. When the first group is made: a CGX_* variable that does not exist. When the process ends: bits
 that were set but compressed nothing (`_torch_cgx_autoload` calls this one, even if no cgx group was ever made).

@@ -291,7 +291,7 @@ class ProcessGroupCGX(dist.ProcessGroup):
 
     @property
     def layers(self) -> LayerTable:
-        """The table behind `register_layer`."""
+        """Return the table behind `register_layer`."""
         return self._parts.context.layers
 
     # ---- figures ----

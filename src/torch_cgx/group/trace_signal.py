@@ -1,4 +1,4 @@
-"""Write the flight recorder's file on SIGUSR2, even while the main thread hangs in native code.
+"""SIGUSR2 writes the flight recorder's file, even while the main thread hangs in native code.
 
 The native library's handler only adds to an eventfd, on whichever thread gets the signal. A thread of ours reads the
 eventfd and writes the file. Without the native library a Python handler is used. It runs only when the main thread

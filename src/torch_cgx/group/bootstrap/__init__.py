@@ -1,1 +1,1 @@
-"""How ranks find each other, compare their settings, and open what they share."""
+"""The setup of a group: its ranks find each other, compare their settings, and open their shared resources."""

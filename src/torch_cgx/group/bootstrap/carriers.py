@@ -1,4 +1,4 @@
-"""Carriers of payloads between ranks that share no memory: TCP and MPI. Choose them, and check their availability."""
+"""Carriers of payloads between ranks that share no memory, TCP and MPI: their choice and their availability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Set up MPI as a carrier: hand the MPI library to native code, and give each group its own message tags.
+"""MPI as a carrier: native code gets the MPI library, and each group gets its own message tags.
 
 Ranks use communicators of our own, so that their messages never mix with the user's. There is one communicator per set
 of ranks, made on first use and kept, because MPI has few of them. Groups of the same ranks divide its tags among them.

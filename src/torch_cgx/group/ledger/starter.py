@@ -1,4 +1,4 @@
-"""Start operations that Gloo carries between hosts, once all ranks are known to have made the same call.
+"""The start of operations that Gloo carries, once all ranks are known to have made the same call.
 
 Gloo aborts the process if the lengths of two ranks differ. If only their types differ, it adds up whatever arrives. So
 all ranks compare their calls before each operation. Linked ranks compare natively. Others reduce two numbers with a
