@@ -33,7 +33,7 @@ class Loss:
 
 ROUNDED = Loss(0.5, 1.0)
 ROUNDED_AT_RANDOM = Loss(1.0, 1.0)
-# Half of the payload's error, then that of a sum which this has made larger.
+# Half of the error of the payload, and then that of encoding the sum, which the former may have widened.
 REDUCED = Loss(1.0, 1.5)
 KEPT = Loss(0.0, 0.0)
 
