@@ -12,7 +12,8 @@ the four steps. Prints them in markdown, and whether the goals are met. `--doc` 
 markers.
 
 The folder of `--data` holds cifar10_subset.npz and tinyshakespeare.txt; the ViT's digits come with scikit-learn. With
-`--cache FILE` recorded gradients are kept there, and the next run does not train. On a quiet core it takes 4 minutes.
+`--cache FILE` recorded gradients are kept there, and the next run does not train. Training
+takes 80 seconds of a core, and measuring 5.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ Runs of one seed have the same weights at the start and the same batches, and di
 those of a running mean of the weights. Bias is <decoded, exact> / <exact, exact> over all compressed layers, the mean
 over steps: of the sum of contributions, of the second encoding alone, and of both together.
 
-Each run is stored in the JSON file as soon as it is done, and is not repeated. On a quiet core it takes 15 to 90
-seconds, by the number of ranks.
+Each run is stored in the JSON file as soon as it is done, and is not repeated. It took 20 to 310 seconds, on a machine
+with other work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `cgx` command: `cgx bench`, `cgx bits`, `cgx doctor`, `cgx plan`, `cgx trace`.
 
-`main` builds the parser from the registered sub-commands, runs one and turns what went wrong into one line
-and an exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted. It measures nothing itself.
+`main` builds the parser from the registered sub-commands, runs one, and turns any failure into one line and an exit
+code: 0 done, 1 failed, 2 wrong usage, 130 interrupted. It measures nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COMMANDS = (
 def make_parser() -> argparse.ArgumentParser:
     from torch_cgx.cli.registry import COMMANDS, Parser
 
-    for module in _COMMANDS:  # which registers what is in it
+    for module in _COMMANDS:  # importing a module registers its commands
         importlib.import_module(f"torch_cgx.cli.{module}")
 
     parser = Parser(prog="cgx", description="Compressed all-reduce for torch.distributed: measure it, check it.")
@@ -82,7 +82,7 @@ GROUPS: dict[tuple[str, ...], str] = {("bench",): "measure, with the result chec
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when asked for."""
+    """An action that looks up the version only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from torch_cgx import __version__

@@ -1,4 +1,4 @@
-"""`python -m torch_cgx.cli` is `cgx`, where the command is not on the PATH."""
+"""`python -m torch_cgx.cli`: the `cgx` command for when it is not on the PATH."""
 
 import sys
 

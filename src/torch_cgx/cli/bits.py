@@ -1,4 +1,4 @@
-"""`cgx bits`: which bits a training has chosen for its layers, and when, from a report of its `CGXState`."""
+"""`cgx bits`: the bits that a training run has chosen for its layers, and when, from a report of its `CGXState`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXACT = 32
 WIDTHS = (*range(1, 9), EXACT)
 COLOURS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725", "#d0d0d0")
 MOST_NAME = 48
-MOST_LABELS = 64  # layers; of more, only some are named
+MOST_LABELS = 64  # layers; if there are more, only some are named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,21 +50,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The choices of one training."""
+    """The choices of one training run."""
 
     choices: list[Choice]
-    numels: dict[str, int]  # of all layers, in the model's order; empty where the report does not tell
-    end: int  # steps that were made
+    numels: dict[str, int]  # of all layers, in the model's order; empty if the report does not tell
+    end: int  # steps that were run
 
     @property
     def names(self) -> list[str]:
-        """The layers that were chosen for, in the model's order."""
+        """Return the layers for which bits were chosen, in the model's order."""
         chosen = list(dict.fromkeys(name for choice in self.choices for name in choice.bits))
         order = {name: number for number, name in enumerate(self.numels)}
         return sorted(chosen, key=lambda name: order.get(name, len(order)))
 
     def average_text(self, choice: Choice) -> str:
-        """Bits a value, of the layers that were chosen for."""
+        """Return the average bits per value, over the layers for which bits were chosen."""
         if set(choice.bits.values()) == {EXACT}:
             return "exact"
         numel = sum(self.numels.get(name, 0) for name in choice.bits)
@@ -109,7 +109,7 @@ def _choice(given: dict[str, Any]) -> Choice:
 
 
 def draw(history: History, path: Path) -> None:
-    """Layers from top to bottom, steps from left to right, colours for bits. Each choice holds until the next."""
+    """Draw layers from top to bottom, steps from left to right, colours for bits. A choice holds until the next."""
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.figure import Figure
 
@@ -152,12 +152,12 @@ def draw(history: History, path: Path) -> None:
 
 
 def _place(bits: int | None) -> float:
-    """Where a width stands in the list of colours; NaN: not chosen then."""
+    """Return the index of a width in the list of colours, or NaN if none was chosen."""
     return float("nan") if bits is None else WIDTHS.index(bits)
 
 
 def _write_bits(axes: Any, history: History, names: list[str], edges: list[int], height: float) -> None:
-    """Numbers into the cells that have room for them."""
+    """Write the bits into the cells that have room for them."""
     row_points = 72 * 0.8 * height / len(names)
     size = min(8.0, 0.75 * row_points)
     if size < 4.5:

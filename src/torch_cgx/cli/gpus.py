@@ -1,7 +1,7 @@
-"""GPUs, as `cgx doctor` and `cgx bench --device cuda` know them: what there is, and where a rank puts its tensors.
+"""GPUs for `cgx doctor` and `cgx bench --device cuda`: the ones torch sees, and where a rank puts its tensors.
 
-`Cuda` is a call into torch a method, because no machine of ours can execute it; all else takes it as it comes, so that
-tests can give another.
+Each method of `Cuda` is one call into torch, because no machine of ours can execute it. All other code takes it as an
+argument, so that tests can pass a different one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["Cpu", "Cuda", "Gpus", "Place", "all_gpus", "place_of"]
 
 
 class Place(Protocol):
-    """Where a rank's tensors are."""
+    """The device of a rank's tensors."""
 
     def put(self, values: Tensor) -> Tensor:
-        """A copy of CPU values there, or these themselves."""
+        """Return a copy of CPU values on the device, or the values themselves."""
 
     def finish(self) -> None:
-        """Wait until all that was enqueued is done."""
+        """Wait until all enqueued work is done."""
 
 
 class Gpus(Place, Protocol):
@@ -31,10 +31,10 @@ class Gpus(Place, Protocol):
     def name(self, index: int) -> str: ...
 
     def reaches(self, index: int, other: int) -> bool:
-        """Whether one GPU reads another's memory without the host's help."""
+        """Return whether one GPU reads another's memory without the host's help."""
 
     def library(self) -> str | None:
-        """What carries collectives between them, with its version; None: torch was built without."""
+        """Return the library for collectives between GPUs with its version, or None if torch was built without it."""
 
 
 class Cpu:
@@ -46,7 +46,7 @@ class Cpu:
 
 
 class Cuda:
-    """CUDA, and ROCm, which torch calls by the same names. A rank has the GPU of its number on this host."""
+    """CUDA, or ROCm, which torch calls by the same names. A rank uses the GPU of its local rank."""
 
     def put(self, values: Tensor) -> Tensor:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -76,5 +76,5 @@ def all_gpus() -> Gpus:
 
 
 def place_of(kind: str) -> Place:
-    """By the names that `--device` has."""
+    """Return the place for a value of `--device`."""
     return all_gpus() if kind == "cuda" else Cpu()

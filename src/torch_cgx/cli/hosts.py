@@ -3,18 +3,18 @@
     node 0: 10.77.0.1 [node0] ---- [port0] switch [port1] ---- [node1] 10.77.0.2 :node 1
 
 A node is a network namespace that holds one end of a veth pair. The other ends are ports of a bridge, in a namespace of
-its own, so that nothing of the real host's network is touched. With a rate, a token bucket sits at both ends of
-every pair, as a full-duplex link has it: node0 shapes what the node sends, port0 what it gets. The bucket is small
+its own, so that the real host's network is not touched. With a rate, there is a token bucket at both ends of every
+pair, like on a full-duplex link: node0 shapes what the node sends, port0 what it receives. The bucket is small
 (128 KB), so that small transfers are shaped too.
 
-A node has cores of its own, as many as each other node, which commands that are started there keep to; hosts do not
-share processors. With fewer cores than nodes they have to: then everything runs wherever there is room.
+Each node has the same number of cores for itself, because hosts do not share processors. Commands that are started on
+a node run only on its cores. With fewer cores than nodes, everything runs on any core.
 
-Nothing is left, however this process ends. The namespaces have no names and no mounts: what keeps them is a file
-descriptor each of this process, and the kernel removes a namespace, with all devices in it, when the last descriptor
-and the last process that refer to it are gone. So there is nothing to tidy up even after SIGKILL.
+Nothing is left, however this process ends. The namespaces have no names and no mounts: this process keeps each one
+alive with a file descriptor, and the kernel removes a namespace, with all devices in it, when the last descriptor and
+the last process that refer to it are gone. So there is nothing to clean up even after SIGKILL.
 
-What the hosts carry is not known here; link.py measures them.
+This module does not know what the links carry; link.py measures them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["MAX_NODES", "Hosts", "HostsUnavailable", "Node", "parse_rate", "shar
 MAX_NODES = 64
 BURST_NBYTES = 128 * 1024
 QUEUE_NBYTES = 4 << 20
-"""What a token bucket holds before it drops, as a switch's buffer does: room for several nodes that send to one."""
+"""The queue of a token bucket before it drops. Like a switch's buffer, it serves several nodes sending to one."""
 END_S = 5.0
 _CLONE_NEWNET = 0x40000000
 _PERMISSION = (
@@ -61,11 +61,11 @@ T = TypeVar("T")
 
 
 class HostsUnavailable(Exception):
-    """This machine cannot make test hosts; the text names what is missing."""
+    """This machine cannot make test hosts. The text names what is missing."""
 
 
 def parse_rate(text: str) -> int:
-    """`1gbit` -> 1000000000: bits a second, as `tc` writes them."""
+    """Return a rate such as `1gbit` in bits per second, 1000000000. The notation is that of `tc`."""
     match = _RATE.fullmatch(text.strip())
     rate = float(match[1]) * _FACTOR[match[2].lower()] if match else 0.0
     if not 10**6 <= rate <= 10**11:
@@ -75,12 +75,12 @@ def parse_rate(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One host. Only data, so that another process of this machine can be given it."""
+    """One host. It is only data, so that it can be passed to another process of this machine."""
 
     index: int
     namespace: str  # a path that setns and nsenter take
-    switch: str  # the same of the switch
-    cores: tuple[int, ...] = ()  # that its commands run on; none: on any
+    switch: str  # the path of the switch's namespace
+    cores: tuple[int, ...] = ()  # for its commands; empty means any
 
     @property
     def address(self) -> str:
@@ -92,11 +92,11 @@ class Node:
 
     @property
     def port(self) -> str:
-        """The switch's end of this node's link."""
+        """Return the switch's end of this node's link."""
         return f"port{self.index}"
 
     def environ(self) -> dict[str, str]:
-        """What a rank of this node needs: to be on a node of its own, and to find the others through its link."""
+        """Return the variables that put a rank on a node of its own, and let it find the others through its link."""
         return {
             "CGX_NODE_ID": self.interface,
             "GLOO_SOCKET_IFNAME": self.interface,
@@ -104,20 +104,20 @@ class Node:
         }
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """Return the command that runs `arguments` in this node; it is killed when the thread that starts it ends.
+        """Return a command that runs `arguments` in this node, and is killed when the thread that starts it ends.
 
-        It asks for that first, and only then enters: if the maker of the hosts has died in between, which the kernel no
-        longer tells it, the namespace's path is gone too, and the command fails instead of staying behind.
+        It asks the kernel for that signal before it enters the node. If the maker of the hosts dies before the request,
+        there is no signal, but the namespace's path is gone too, so the command fails instead of staying behind.
         """
         cores = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
         return ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={self.namespace}", *cores, *arguments]
 
     def run(self, arguments: Sequence[str]) -> str:
-        """Run a command here until it ends; what it wrote to stdout. `subprocess.CalledProcessError` if it fails."""
+        """Run a command here until it ends and return its stdout. Raises `subprocess.CalledProcessError` on failure."""
         return subprocess.run(self.command(arguments), check=True, capture_output=True, text=True).stdout
 
     def enter(self) -> None:
-        """Move the calling thread here, and whatever it starts later. Sockets that it has stay where they are."""
+        """Move the calling thread, and everything that it starts later, to this node. Open sockets stay in theirs."""
         fd = os.open(self.namespace, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _check(_libc().setns(fd, _CLONE_NEWNET), "setns")
@@ -125,7 +125,7 @@ class Node:
             os.close(fd)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function on a thread in this node: a socket that it makes is one of this node."""
+        """Call a function on a thread in this node, so that a socket that it makes belongs to this node."""
 
         def inside() -> T:
             self.enter()
@@ -134,7 +134,7 @@ class Node:
         return _on_a_thread(inside)
 
     def set_link(self, up: bool) -> None:
-        """Pull this node's cable out of the switch, or put it back. Nobody is told, packets just stop."""
+        """Disconnect this node from the switch, or connect it again. Packets stop without any notice."""
         state = "up" if up else "down"
         subprocess.run(
             ["nsenter", f"--net={self.switch}", "ip", "link", "set", self.port, state], check=True, capture_output=True
@@ -153,7 +153,7 @@ class Hosts:
         self._descriptors: list[int] = []
 
     def __enter__(self) -> Hosts:
-        """Make them, or raise `HostsUnavailable`."""
+        """Make the hosts, or raise `HostsUnavailable`."""
         _check_tools()
         try:
             switch = self._new_namespace()
@@ -175,7 +175,7 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        """Kill what still runs in the nodes, and let the kernel have the namespaces."""
+        """Kill the processes that still run in the nodes, and let the kernel remove the namespaces."""
         try:
             _kill_all_in(self.inodes())
         finally:
@@ -184,7 +184,7 @@ class Hosts:
                 os.close(self._descriptors.pop())
 
     def inodes(self) -> set[int]:
-        """The namespaces as the kernel numbers them, the switch's too."""
+        """Return the inodes of all namespaces, including the switch's."""
         return {os.fstat(fd).st_ino for fd in self._descriptors}
 
     def _new_namespace(self) -> str:
@@ -214,7 +214,7 @@ class Hosts:
                 ],
                 "a kernel with veth devices",
             )
-            # An IPv6 address of the link would take seconds to be usable; without IPv6 there is nothing to turn off.
+            # An IPv6 address of the link would take seconds to become usable. Without IPv6 there is none to turn off.
             with contextlib.suppress(HostsUnavailable):
                 _batch(node.namespace, "ip", [f"link set {node.interface} addrgenmode none"], "")
             _batch(
@@ -238,13 +238,13 @@ class Hosts:
 
 
 def share_cores(cores: Sequence[int], nodes: int) -> list[tuple[int, ...]]:
-    """The same number for each node, no core for two of them; with fewer cores than nodes, none for any."""
+    """Return each node's cores: the same number for each, none shared. With fewer cores than nodes, all get none."""
     each = len(cores) // nodes
     return [tuple(cores[each * index : each * (index + 1)]) for index in range(nodes)]
 
 
 def _place(core: int) -> tuple[int, int, int]:
-    """So that the threads of one processor core come one after the other, and cores of one socket do."""
+    """Return a sort key that keeps the threads of one core together, and the cores of one socket."""
 
     def read(name: str) -> int:
         try:
@@ -281,7 +281,7 @@ def _batch(namespace: str, tool: str, lines: Sequence[str], needs: str) -> None:
 
 
 def _kill_all_in(inodes: set[int]) -> None:
-    """End every process whose network namespace is one of these, and wait until it has."""
+    """Kill every process whose network namespace is one of these, and wait until they have ended."""
     deadline = time.monotonic() + END_S
     while inodes and time.monotonic() < deadline:
         pids = [pid for pid in _all_pids() if pid != os.getpid() and _network_of(pid) in inodes]
@@ -289,7 +289,7 @@ def _kill_all_in(inodes: set[int]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 held = os.pidfd_open(pid)
                 try:
-                    if _network_of(pid) in inodes:  # still the process that was found
+                    if _network_of(pid) in inodes:  # the pid still belongs to that process
                         signal.pidfd_send_signal(held, signal.SIGKILL)
                 finally:
                     os.close(held)
@@ -303,14 +303,14 @@ def _all_pids() -> list[int]:
 
 
 def _network_of(pid: int) -> int | None:
-    """None for a process that is gone, or only waits to be reaped: it holds no namespace any more."""
+    """Return the inode of a process's network namespace, or None if the process has ended, reaped or not."""
     with contextlib.suppress(OSError):
         return os.stat(Path("/proc", str(pid), "ns", "net")).st_ino
     return None
 
 
 def _on_a_thread(function: Callable[[], T]) -> T:
-    """Namespaces belong to threads: this one ends with the call, so nothing stays changed."""
+    """Call a function on a new thread. Namespaces belong to threads, so nothing stays changed after the call."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 

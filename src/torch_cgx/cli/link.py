@@ -1,6 +1,6 @@
-"""What a link between two test hosts carries: the TCP goodput that is the limit of every benchmark over it.
+"""The TCP goodput of a link between two test hosts, which limits every benchmark over it.
 
-And what an address of this host carries to itself, for `cgx doctor`.
+Also the goodput of an address of this host to itself, for `cgx doctor`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PART_NBYTES = 1 << 18
 
 
 def measure_goodput(first: Node, second: Node, seconds: float = 2.0) -> tuple[float, float]:
-    """Bits a second from the first node to the second, and back, both at once, as an all_reduce uses a link.
+    """Return the bits per second from the first node to the second and back, both at once as in an all_reduce.
 
-    One plain TCP connection each. Counted are bytes that the reader has got, after a warm-up: until then the connection
-    is finding its window, and the token buckets are spending what they had saved.
+    Each direction has one plain TCP connection. Received bytes are counted after a warm-up: until then the connection
+    is finding its window, and the token buckets still have saved tokens.
     """
     with ExitStack() as stack:
         pairs = [_connect(stack, *nodes) for nodes in ((first, second), (second, first))]
@@ -37,9 +37,9 @@ def measure_goodput(first: Node, second: Node, seconds: float = 2.0) -> tuple[fl
 
 
 def measure_loopback(address: str, seconds: float) -> float:
-    """Bits a second over one TCP connection from an address of this host to itself; an `OSError` where there is none.
+    """Return the bits per second over one TCP connection from an address of this host to itself.
 
-    The kernel hands these bytes over: no wire and no other host has a part in it.
+    The kernel copies these bytes: no wire and no other host is involved. Raises `OSError` if there is no connection.
     """
     family, kind, protocol, _, place = socket.getaddrinfo(
         address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
@@ -60,7 +60,7 @@ def measure_loopback(address: str, seconds: float) -> float:
 
 
 def count_link_nbytes(interface: str) -> tuple[int, int]:
-    """Bytes that a device of the caller's network has sent and received so far, headers included."""
+    """Return the bytes that a device of the caller's network has sent and received so far, including headers."""
     with open("/proc/thread-self/net/dev") as file:
         for line in file:
             name, _, figures = line.partition(":")
@@ -82,7 +82,7 @@ def _connect(stack: ExitStack, sender: Node, reader: Node) -> tuple[socket.socke
 
 def _send(connection: socket.socket) -> None:
     part = memoryview(bytes(PART_NBYTES))
-    with suppress(OSError):  # the end of it
+    with suppress(OSError):  # ends the loop
         while True:
             connection.send(part)
 

@@ -1,6 +1,6 @@
 """Facts about this machine and this installation, for `cgx doctor` and at the head of every benchmark.
 
-Everything here is looked up anew and nothing raises: a fact that cannot be had is None.
+Every call looks the fact up again. Nothing raises: an unavailable fact is None.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ def cpu_model() -> str:
 
 
 def cores() -> int:
-    """Cores this process may use, not those that the host has."""
+    """Return the number of cores that this process may use, not the host's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def load() -> float:
-    """Processes that wanted to run in the last minute, on average."""
+    """Return the load average of the last minute."""
     return os.getloadavg()[0]
 
 
 def busy_cores(seconds: float = 0.5) -> float | None:
-    """How many cores work right now, for whomever, this host's neighbours included; None where Linux does not say."""
+    """Return how many cores are busy now, neighbours on the host included, or None if Linux does not tell."""
     try:
         before, start = _busy_s(), time.monotonic()
         time.sleep(seconds)
@@ -76,13 +76,13 @@ def busy_cores(seconds: float = 0.5) -> float | None:
 
 
 def _busy_s() -> float:
-    """Seconds of all cores together, since the start of the host, in which they were not idle."""
+    """Return the seconds since boot in which cores were not idle, over all cores together."""
     user, nice, system, _idle, _waiting, irq, soft, stolen = map(int, STAT.read_text().split("\n", 1)[0].split()[1:9])
     return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def native_facts() -> tuple[bool, str | None]:
-    """Whether the native library is there, and the SIMD level that a group created now would use."""
+    """Return whether the native library is there, and the SIMD level that a group created now would use."""
     try:
         from torch_cgx.config import Settings
         from torch_cgx.kernels import native
@@ -98,7 +98,7 @@ def native_facts() -> tuple[bool, str | None]:
 
 
 def shared_memory_nbytes() -> tuple[int, int] | None:
-    """The size of /dev/shm and what is free of it; None: there is none."""
+    """Return the size and the free bytes of /dev/shm, or None if it does not exist."""
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:

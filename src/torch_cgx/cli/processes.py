@@ -1,13 +1,12 @@
-"""Starts the ranks of a benchmark as processes of their own, hears from them, and leaves none behind.
+"""The ranks of a benchmark as separate processes: starts them, collects their messages, and leaves none behind.
 
-The parent starts `python -m torch_cgx.cli.processes module:function` once a rank. Parent and child speak in
-lines of JSON: the arguments go to the child's stdin, progress and one result (or one error) come back on a
-pipe of their own, so that whatever libraries print cannot disturb them. What the ranks measure is not known
-here.
+The parent starts `python -m torch_cgx.cli.processes module:function` once per rank. Parent and child exchange lines of
+JSON: the arguments go to the child's stdin, and progress and one result (or one error) come back on a separate pipe, so
+that output printed by libraries cannot disturb them. This module does not know what the ranks measure.
 
-Nobody is left: a child whose stdin ends (its parent is gone, however it went) exits at once; a parent that is
-interrupted or sees a rank fail ends all its children. Children live in sessions of their own, so Ctrl-C
-reaches the parent alone and its order is the only one.
+No process is left behind. A child whose stdin ends exits at once, because its parent is gone for whatever reason. A
+parent that is interrupted or sees a rank fail ends all its children. Children run in sessions of their own, so Ctrl-C
+reaches only the parent, and only the parent ends them.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from torch_cgx.cli.registry import CommandFailed
 
 Message = dict[str, Any]
 Report = Callable[[Message], None]
-"""How a rank tells its parent about progress."""
+"""The callback with which a rank reports progress to its parent."""
 
 MASTER_ADDR = "127.0.0.1"
 GRACE_S = 2.0
-"""How long the other ranks may take to raise on their own after one failed, and to end after SIGTERM."""
+"""The time in which the other ranks may raise their own errors after one failed, and may end after SIGTERM."""
 
 
 class TooSlow(Exception):
-    """Ranks were not through when their time was over; they have been ended."""
+    """Ranks did not finish within the limit and were ended."""
 
 
 class RankFailed(Exception):
@@ -60,10 +59,10 @@ def run_ranks(
     nodes: Sequence[Node] = (),
     limit_s: float | None = None,
 ) -> list[Message]:
-    """Call `module:function` with (arguments, report) on `nproc` ranks: what each of them returned.
+    """Call `module:function` with (arguments, report) on `nproc` ranks, and return each rank's result.
 
-    With `nodes`, on so many ranks of each of them, numbered node by node as torchrun does. Raises `TooSlow` where it
-    takes longer than `limit_s`.
+    With `nodes`, run `nproc` ranks on each of them, numbered node by node like torchrun. Raises `TooSlow` if that takes
+    longer than `limit_s`.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -89,7 +88,7 @@ def run_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a rank lives, and where it meets the others."""
+    """The node and numbers of a rank, and the store where it meets the others."""
 
     rank: int
     local_rank: int
@@ -104,12 +103,12 @@ class _Place:
     def environ(self) -> dict[str, str]:
         import torch_cgx
 
-        # The parent may have found the package by other means than its own environment.
+        # The parent may have found the package by means other than its environment.
         package_root = str(Path(str(torch_cgx.__file__)).resolve().parents[1])
         search_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             "OMP_NUM_THREADS": "1",  # as torchrun does; the user's own value wins
-            # Nodes have no name service, of which torch would warn on every rank.
+            # Nodes have no name service, and torch would warn about that on every rank.
             **({} if self.node is None else {"TORCH_CPP_LOG_LEVEL": "ERROR"}),
             **os.environ,
             "PYTHONPATH": os.pathsep.join(search_path),
@@ -124,7 +123,7 @@ class _Place:
 
 
 class _Rank:
-    """One child, as its parent sees it."""
+    """The parent's view of one child."""
 
     def __init__(self, target: str, arguments: Mapping[str, object], place: _Place) -> None:
         self.rank = place.rank
@@ -149,7 +148,7 @@ class _Rank:
         self.process.stdin.flush()
 
     def read(self) -> list[Message] | None:
-        """The messages that have come, or None once the child has closed its end."""
+        """Return the messages that have arrived, or None once the child has closed its end."""
         data = os.read(self.messages.fileno(), 1 << 16)
         if not data:
             return None
@@ -169,9 +168,9 @@ class _Rank:
 def _listen(
     ranks: list[_Rank], on_progress: Callable[[int, Message], None], limit_s: float | None = None
 ) -> _Rank | None:
-    """Until every rank has closed its pipe, or the grace after a failure is over.
+    """Read messages until every rank has closed its pipe, or the grace period after a failure is over.
 
-    Returns the first that failed: it has the best story to tell, the others only lost a peer.
+    Return the first rank that failed: its error tells the cause, while the others only lost a peer.
     """
     failed: _Rank | None = None
     deadline = None if limit_s is None else time.monotonic() + limit_s
@@ -203,7 +202,7 @@ def _listen(
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Ranks that are through get the grace to leave on their own; whoever stays is ended."""
+    """Give finished ranks the grace period to exit on their own, then end the remaining ones."""
     deadline = time.monotonic() + (GRACE_S if all(child.result is not None for child in ranks) else 0.0)
     for end in (lambda process: None, subprocess.Popen.terminate, subprocess.Popen.kill):
         for child in ranks:
@@ -220,7 +219,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def join_world(timeout_s: float) -> None:
-    """In a rank: make the default group, over gloo, for the benchmark's own agreements; not measured."""
+    """Make the default group of a rank, over gloo, for the benchmark's own coordination. It is not measured."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
@@ -231,7 +230,7 @@ def join_world(timeout_s: float) -> None:
 
 
 def _exit_with_parent() -> None:
-    # os.read, not sys.stdin: a thread that sits in a buffered read cannot be left behind at exit.
+    # os.read, not sys.stdin: a thread that is blocked in a buffered read would block the exit.
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -1,6 +1,6 @@
-"""A progress bar on stderr: tqdm where it is installed and stderr is a terminal, else a line a stage.
+"""A progress bar on stderr: tqdm if it is installed and stderr is a terminal, else one line per stage.
 
-Results never pass here: they go to stdout.
+Results are never written here: they go to stdout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Progress:
             )
 
     def update(self, fraction: float, stage: str) -> None:
-        """`fraction` of all is done, `stage` is being done."""
+        """Show that `fraction` of the work is done and `stage` is running."""
         if self._bar is not None:
             self._bar.set_postfix_str(stage, refresh=False)
             self._bar.update(100 * fraction - self._bar.n)

@@ -1,8 +1,8 @@
 """The list of sub-commands of `cgx`, and the argument types they share.
 
-A sub-command is one function with the decorator `command`; nothing else knows its name. Modules that register
-commands import nothing heavy at the top, so that `cgx --help` stays quick; torch is imported
-where a command is run, after its arguments were checked. What a command does is not here.
+A sub-command is one function with the decorator `command`. No other code knows its name. Modules that register
+commands import nothing heavy at the top, so that `cgx --help` stays quick. Torch is imported when a command runs,
+after its arguments were checked.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Run = Callable[[argparse.Namespace], int]
 
 BITS = (*range(1, 9), 32)
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""What the quantizer takes, and the bytes of one value."""
+"""The types that the quantizer takes, and the bytes per value."""
 
 
 class UsageError(Exception):
-    """The user asked for something that cannot be: one line on stderr, exit code 2."""
+    """The user asked for something impossible: one line on stderr, exit code 2."""
 
 
 class CommandFailed(Exception):
-    """The command could not do what was asked: one line on stderr, exit code 1."""
+    """The command failed: one line on stderr, exit code 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def command(*path: str, summary: str, arguments: AddArguments) -> Callable[[Run]
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; argparse would print the whole usage before it."""
+    """A parser that reports errors in one line. argparse would print the whole usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -68,7 +68,7 @@ _FACTOR = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 
 def size(text: str) -> int:
-    """`64K` -> 65536: bytes, with K, M and G as powers of 1024."""
+    """Return a size such as `64K` in bytes, 65536. K, M and G are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
     nbytes = float(match[1]) * _FACTOR[match[2].upper()] if match else 0.0
     if nbytes < 1 or nbytes != int(nbytes):
@@ -87,7 +87,7 @@ def bits(text: str) -> int:
 
 
 def add_compression_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --bucket-size and --quantizer, which `check_compression` has to be asked about together with the bits."""
+    """Add --bucket-size and --quantizer. `check_compression` must check them together with the bits."""
     parser.add_argument(
         "--bucket-size",
         type=whole_number(1, codecs.MAX_BLOCK),
@@ -145,7 +145,7 @@ def rate(text: str) -> str:
 
 
 def above_zero(of: str = "", such_as: str = "10.4", most: float = math.inf) -> Callable[[str], float]:
-    """A type of arguments: a number of something, seconds say."""
+    """Return an argument type for a number above 0, for example of seconds."""
     what = f"a number of {of} above 0" if of else "a number above 0"
     if math.isfinite(most):
         what += f", at most {most:g}"
@@ -166,7 +166,7 @@ positive_seconds = above_zero("seconds", "0.5")
 
 
 def output_file(text: str) -> Path:
-    """A path that can be written: better to say no now than after minutes of measuring."""
+    """Return a path that can be written. It is better to refuse it now than after minutes of measuring."""
     path = Path(text)
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: it needs a file name in a folder that exists")

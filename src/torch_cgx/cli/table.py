@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Columns as wide as their widest cell; the first `left` of them flush left, the others flush right."""
+    """Return a table with columns as wide as their widest cell: the first `left` flush left, the others flush right."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
 
@@ -21,13 +21,13 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
 
 
 def format_markdown(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """The same table for a page in Markdown."""
+    """Return the table in Markdown."""
     rule = ["---" if column < left else "---:" for column in range(len(header))]
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits that matter: `18.1 us`, `3.07 ms`, `1.25 s`."""
+    """Return a duration with three significant digits: `18.1 us`, `3.07 ms`, `1.25 s`."""
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
         if float(f"{seconds * factor:.3g}") < 1000:
             return f"{_three_digits(seconds * factor)} {unit}"
@@ -35,7 +35,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """`64 KB`, `3.2 MB`: K, M and G are powers of 1024, as in the arguments."""
+    """Return a size such as `64 KB` or `3.2 MB`. K, M and G are powers of 1024, as in the arguments."""
     value, units = float(nbytes), ["B", "KB", "MB", "GB"]
     while value >= 1023.5 and len(units) > 1:
         value /= 1024

@@ -1,1 +1,1 @@
-"""Run programs: natively on the host, on CUDA devices, and in memory as the standard for both."""
+"""Engines that run programs: natively on the host, on CUDA devices, and in memory as the reference for both."""

@@ -1,4 +1,4 @@
-"""What a step that touches values asks of the kernels: the same on every device, whoever carries the payloads."""
+"""The kernel calls of steps that touch values, identical on every device and for every carrier of payloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_cgx.plan.program import Add, Compute, Decode, Encode, Join, Reduce, S
 
 __all__ = ["PHASES", "Reduction", "compute"]
 
-# What the time of a step is counted as.
+# The phase that the time of a step counts towards.
 PHASES: dict[type[Compute | Join], str] = {
     Encode: "encode_s",
     Reduce: "reduce_s",
@@ -28,19 +28,19 @@ PHASES: dict[type[Compute | Join], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What is to be done: a flat tensor reduced in place, or its shares summed up or gathered."""
+    """One operation: a flat tensor to be reduced in place, or its shares to be summed up or gathered."""
 
-    values: Tensor  # of a reduce-scatter: only read
+    values: Tensor  # in a reduce-scatter: only read
     layout: Layout
     topology: Topology
     scale: float
     rounding: Rounding
-    agreed: int  # a hash of the call, which must be the same on all ranks
-    residual: Tensor | None = None  # float32, as long: gets what this rank's encoding loses, see `Kernels`
-    share: Tensor | None = None  # of a reduce-scatter: holds this rank's own values of its share, and gets the sum
+    agreed: int  # a hash of the call, which must be identical on all ranks
+    residual: Tensor | None = None  # float32, same length: receives what this rank's encoding loses, see `Kernels`
+    share: Tensor | None = None  # in a reduce-scatter: this rank's own values of its share, and later the sum
 
     def numbered(self, number: int) -> Reduction:
-        """As the operation of this number in its group."""
+        """Return a copy with the operation's number in its group."""
         return replace(self, rounding=replace(self.rounding, op=number))
 
 
@@ -52,7 +52,7 @@ def compute(
     coded: Callable[[Slot], Chunk],
     take: Callable[[int], Tensor],
 ) -> None:
-    """Make one step. `coded` says what a slot's payload encodes, and `take` gives memory for a new one."""
+    """Make one step. `coded` returns the chunk that a slot's payload encodes, and `take` memory for a new payload."""
     values, rounding, residual = operation.values, operation.rounding, operation.residual
     if isinstance(step, Join):
         slots[step.slot] = torch.cat([slots[slot] for slot in step.inputs])

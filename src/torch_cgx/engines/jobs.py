@@ -1,4 +1,4 @@
-"""Operations on a thread of their own, one after the other; what one of them fails with, all later ones fail with."""
+"""Operations on a thread of their own, one after the other. If one fails, all later ones fail with the same error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Job:
         self._error: CGXError | None = None
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within that time; raises what it failed with."""
+        """Wait for the job. Return whether it ended in that time; raise its error if it failed."""
         if not self._ended.wait(timeout_s):
             return False
         if self._error is not None:
@@ -54,13 +54,13 @@ class Job:
 
 
 class JobThread:
-    """`hang_up` tells the peers, when a job has failed or the thread shall end, that this rank is gone."""
+    """A thread with a queue of jobs. `hang_up` tells the peers that this rank is gone, on a failure or at the end."""
 
     def __init__(self, name: str, hang_up: Callable[[], None]) -> None:
         self._hang_up = hang_up
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._failure: CGXError | None = None
-        self._lock = threading.Lock()  # nothing is queued behind the end
+        self._lock = threading.Lock()  # keeps jobs from being queued after the end
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -75,18 +75,18 @@ class JobThread:
         return job
 
     def close(self) -> None:
-        """End the thread, once what is queued is done. One that outlives the interpreter would abort the process."""
+        """End the thread after its queued jobs. A thread that outlives the interpreter would abort the process."""
         with self._lock:
             self._closed = True
             self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=_CLOSE_S)
-            self._hang_up()  # what it still waits for, it need not wait for any longer
+            self._hang_up()  # ends the wait of a job that still runs
             self._thread.join(timeout=_CLOSE_S)
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has not come to its end."""
+        """Return whether the thread has not ended yet."""
         return self._thread.is_alive()
 
     def _work(self) -> None:

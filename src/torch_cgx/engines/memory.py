@@ -1,7 +1,7 @@
-"""Runs the programs of all ranks in one process, in memory: for tests, and to try algorithms.
+"""Execution of all ranks' programs in one process, in memory: for tests, and to try algorithms.
 
-Deterministic, with no threads: one rank after the other makes a step, in turn or in an order drawn from
-`random`, for the result must not depend on it. Not for training: nothing runs in parallel.
+It is deterministic and has no threads. Ranks make one step at a time, in turn or in an order drawn from `random`,
+because the result must not depend on it. It is not for training: nothing runs in parallel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_cgx.plan.program import Add, Encode, Join, Program, Receive, Reduce, 
 
 __all__ = ["all_gather", "allreduce", "reduce_scatter", "run"]
 
-# What a fresh slot holds. A kernel that leaves a byte of its payload unwritten shows it by this.
+# The content of a fresh slot. It reveals a kernel that leaves a byte of its payload unwritten.
 _UNWRITTEN = 0xA5
 
 
@@ -37,7 +37,7 @@ def allreduce(
     order: Random | None = None,
     residuals: Sequence[Tensor] | None = None,
 ) -> None:
-    """Reduce one flat tensor a rank, in place, slice by slice; without a topology by SRA, all ranks alike."""
+    """Reduce one flat tensor per rank, in place, slice by slice. The default topology is a flat SRA."""
     topology = topology or Topology.flat("SRA", len(values))
     for part, programs in _programs(topology, layout):
         run(programs, part, values, kernels, scale=scale, rounding=rounding, order=order, residuals=residuals)
@@ -53,7 +53,7 @@ def reduce_scatter(
     rounding: Rounding = NEAREST,
     order: Random | None = None,
 ) -> None:
-    """Sum up one share a rank: shares[r], which must hold rank r's own values of it, becomes the sum."""
+    """Sum up one share per rank: shares[r], which must hold rank r's own values of it, becomes the sum."""
     for part, programs in _programs(Topology.flat("REDUCE_SCATTER", len(values)), layout):
         run(programs, part, values, kernels, scale=scale, rounding=rounding, order=order, shares=shares)
 
@@ -66,7 +66,7 @@ def all_gather(
     rounding: Rounding = NEAREST,
     order: Random | None = None,
 ) -> None:
-    """Give every rank's share, which values[r] holds in its place, to all others, in place."""
+    """Copy every rank's share, which values[r] holds in its place, to all other ranks, in place."""
     for part, programs in _programs(Topology.flat("ALL_GATHER", len(values)), layout):
         run(programs, part, values, kernels, rounding=rounding, order=order)
 
@@ -91,7 +91,7 @@ def run(
 ) -> None:
     """Run programs[r] on values[r] with kernels[r], in place. The rounding gets its rank and stage here.
 
-    residuals[r] gets what rank r loses: see `Kernels`. shares[r] is where rank r sums up its share.
+    residuals[r] receives what rank r's encoding loses: see `Kernels`. In shares[r] rank r sums up its share.
     """
     if not len(programs) == len(values) == len(kernels):
         raise ValueError(
@@ -116,7 +116,7 @@ def run(
 
 
 class _Payload(NamedTuple):
-    """What a slot holds, and how it is coded."""
+    """The content of a slot, and its coding."""
 
     data: Tensor
     exact: bool
@@ -128,7 +128,7 @@ _Mail: TypeAlias = dict[tuple[int, int, str], _Payload]
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank: its program, its slots, and the mail that all ranks share."""
+    """One rank's program, its slots, and the mail that all ranks share."""
 
     rank: int
     program: Program

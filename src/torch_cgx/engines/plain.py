@@ -1,4 +1,4 @@
-"""Run programs over collectives of a torch group, for groups in which a rank has no native engine.
+"""Execution of programs over collectives of a torch group, for groups in which a rank has no native engine.
 
 It runs one slice at a time: compute, exchange the payloads of all ranks, compute again. Nothing overlaps.
 """
@@ -27,12 +27,12 @@ from torch_cgx.plan.schedule import schedule_for
 
 __all__ = ["PlainEngine"]
 
-_SLICE = timedelta(milliseconds=20)  # of a wait, between two looks at the clock
+_SLICE = timedelta(milliseconds=20)  # of a wait, between two checks of the clock
 _SLICE_ENDED = "Operation timed out!"  # torch's words for a wait that ended before its operation did
 
 
 class PlainEngine:
-    """Run programs on `group`, a torch group with `alltoall_base`. The caller starts nothing else on it meanwhile."""
+    """Runs programs on `group`, a torch group with `alltoall_base`. Meanwhile the caller starts nothing else on it."""
 
     def __init__(self, group: Any, kernels: Kernels, rank: int) -> None:
         self._group = group
@@ -88,7 +88,7 @@ class PlainEngine:
         options.timeout = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         work = self._group.alltoall_base(received, sent, lengths, leaving, options)
         while not _has_ended(work):
-            if time.monotonic() > deadline_s:  # not every torch looks at the option
+            if time.monotonic() > deadline_s:  # not every torch respects the option
                 raise CGXTimeoutError("Timed out waiting for the payloads of other ranks")
         parts = torch.split(received, lengths)
         return [parts[peer] for peer in turn.receives]
@@ -103,7 +103,7 @@ class PlainEngine:
 
 
 def _has_ended(work: Any) -> bool:
-    """Wait a moment; return whether the work has ended, or raise its error."""
+    """Wait a moment. Return whether the work has ended, or raise its error."""
     try:
         work.wait(_SLICE)
     except RuntimeError as error:

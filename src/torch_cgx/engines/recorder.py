@@ -1,9 +1,9 @@
 """The flight recorder: the last 1,000 operations of this process, over all its groups, and their JSON file.
 
-It is always on, so what it does for an operation is little: one tuple (operations of the native executor, whose times
-and phases the native library keeps) or one `Trail` (all others) goes into a ring. Everything else happens when a file
-is written: when a group fails, when it ends, and on a signal; only where CGX_TRACE_DIR names a folder. Not here: what
-the files tell (cli/trace.py).
+It is always on, so it does little per operation. One tuple goes into a ring for an operation of the native executor,
+whose times and phases the native library keeps, and one `Trail` for any other. Everything else happens when a file is
+written: when a group fails, when it ends, and on a signal. Files are written only if CGX_TRACE_DIR names a folder. Not
+here: the analysis of the files (cli/trace.py).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _log = logging.getLogger("torch_cgx")
 
 
 class OpInfo(NamedTuple):
-    """Describe one operation. None: not known, or different on each rank."""
+    """The description of one operation. None: not known, or different on each rank."""
 
     operation: str
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] | None = None
     reduction: str | None = None
-    bits: int = 0  # 0: nobody chose any
+    bits: int = 0  # 0: none were chosen
     root: int = -1  # -1: it has none
     nbytes: int | None = None  # of values
     payload_nbytes: int | None = None
@@ -69,7 +69,7 @@ class OpInfo(NamedTuple):
 
 
 class Native(Protocol):
-    """What a group on shared memory knows of its operations and peers."""
+    """The interface to a native group's knowledge of its operations and peers."""
 
     def record(self, number: int) -> Any: ...
 
@@ -77,7 +77,7 @@ class Native(Protocol):
 
 
 class _Waiting:
-    """A class, which costs a third of a generator: an operation has dozens of waits."""
+    """The context of one wait. A class costs a third of a generator, and an operation has dozens of waits."""
 
     __slots__ = ("_begin_ns", "_peer", "_trail")
 
@@ -99,16 +99,16 @@ class _Waiting:
 
 
 class Trail:
-    """One operation that Python runs, or has others carry. Times are nanoseconds of the monotonic clock."""
+    """One operation that Python runs or delegates. Times are nanoseconds of the monotonic clock."""
 
-    # Defaults are the class's: setting each costs a little, and most operations need none.
+    # Defaults are class attributes: setting each costs a little, and most operations need none.
     started_ns = 0
     finished_ns = 0
-    enqueued = False  # what is finished is its enqueueing: the host does not see what a device does
+    enqueued = False  # True: only its enqueueing is finished, because the host does not see a device's work
     error = ""
     phases_ns: dict[str, int] | None = None
     waits_ns: dict[int, int] | None = None  # by peer
-    waiting: tuple[int, int] | None = None  # for which peer, since when
+    waiting: tuple[int, int] | None = None  # the peer, and the start of the wait
     sent_nbytes = 0
 
     def __init__(self, group: GroupRecorder, number: int, info: OpInfo, carrier: str) -> None:
@@ -128,7 +128,7 @@ class Trail:
                 self.error = f"{type(error).__name__}: {error}"
 
     def waiting_for(self, peer: int) -> _Waiting:
-        """Its wait for a peer. Where that fails, the peer stays written down."""
+        """Return a context that records a wait for a peer. If the wait fails, the peer stays recorded."""
         return _Waiting(self, peer)
 
     def add(self, phase: str, seconds: float) -> None:
@@ -164,7 +164,7 @@ class Trail:
 
 
 class NativeEntry(NamedTuple):
-    """An operation of the native executor, which knows the rest."""
+    """An operation of the native executor, which keeps the rest."""
 
     group: GroupRecorder
     number: int
@@ -172,7 +172,7 @@ class NativeEntry(NamedTuple):
 
 
 class GroupRecorder:
-    """One group's part in it."""
+    """One group's part of the flight recorder."""
 
     def __init__(
         self, recorder: Recorder, rank: int, global_ranks: Sequence[int], carrier: str = "", folder: str | None = None
@@ -181,7 +181,7 @@ class GroupRecorder:
         self.rank = rank
         self.global_ranks = tuple(global_ranks)
         self.carrier = carrier  # of its own allreduces
-        self.reduction = ""  # their algorithm between nodes, or what it is chosen by
+        self.reduction = ""  # their algorithm between nodes, or how it is chosen
         self.append: Callable[[NativeEntry | Trail], None] = recorder.entries.append
         self.failure: str | None = None
         self.failed_ns = 0
@@ -190,33 +190,33 @@ class GroupRecorder:
         self._native: Native | None = None
         self._named: Callable[[], Any] = lambda: None
         self._count = itertools.count(1)
-        self._kept: dict[int, dict[str, Any]] = {}  # what the native group knew when it ended
+        self._kept: dict[int, dict[str, Any]] = {}  # the native group's records when it ended
         self._peers: list[dict[str, Any]] = []
         recorder.add(self, folder)
 
     @classmethod
     def detached(cls) -> GroupRecorder:
-        """Return one for parts of a group without a recorder."""
+        """Return a recorder for parts of a group that have none."""
         return cls(Recorder(), 0, range(1024))
 
     def attach(self, group: Any, carrier: str, native: Native | None) -> None:
-        """`group` gets its name, which is looked up later, when torch has made it."""
+        """Connect the recorder to its group. torch names the group later, so its name is looked up when needed."""
         self._named = weakref.ref(group)
         self.carrier = carrier
         self._native = native
 
     def begin(self, info: OpInfo, carrier: str, number: int = 0) -> Trail:
-        """Write down an operation of a group; `number` 0: counted here, alike on all ranks that make the same calls."""
+        """Record an operation. `number` 0: count it here, identically on all ranks that make the same calls."""
         trail = Trail(self, number or next(self._count), info, carrier)
         self.append(trail)
         return trail
 
     def fail(self, error: BaseException) -> None:
-        """The group has raised this; its first failure is written to the file."""
+        """Note an error that the group has raised. Its first failure is written to the file."""
         if isinstance(error, CGXError) and self.failure is None and not self.closed:
             self.failure = f"{type(error).__name__}: {error}"
             self.failed_ns = time.monotonic_ns()
-            self._peers = self.peers()  # later they will have left, or been killed for it
+            self._peers = self.peers()  # later they will have left, or will have been killed because of it
             self.recorder.write("failure")
 
     @contextlib.contextmanager
@@ -229,7 +229,7 @@ class GroupRecorder:
             raise
 
     def close(self) -> None:
-        """The group is about to end: keep what its native part knows, and write the file."""
+        """Keep the native group's records and write the file, before the group ends."""
         if self.closed:
             return
         self._kept = {
@@ -252,7 +252,7 @@ class GroupRecorder:
         return self.name
 
     def peers(self) -> list[dict[str, Any]]:
-        """Where all ranks stand by the board."""
+        """Return the state of all ranks on the board."""
         native = self._native  # which another thread may close meanwhile
         if native is None or self._peers:
             return self._peers
@@ -315,12 +315,12 @@ class GroupRecorder:
 
 
 class Recorder:
-    """The ring of a process, and the file that it becomes."""
+    """The ring of a process, and the file that it is written to."""
 
     def __init__(self) -> None:
         self.entries: deque[NativeEntry | Trail] = deque(maxlen=LENGTH)
         self.pid = os.getpid()
-        # Read together once: what makes monotonic times of several hosts comparable, as far as their clocks agree.
+        # Read together once. They make monotonic times of several hosts comparable, as far as their clocks agree.
         self.wall_ns, self.monotonic_ns = time.time_ns(), time.monotonic_ns()
         self._groups: list[GroupRecorder] = []
         self._folder: str | None = None
@@ -344,13 +344,13 @@ class Recorder:
         return [entry.info for entry in self.snapshot()]
 
     def forget_closed(self) -> None:
-        """Groups that have ended and left no operation in the ring."""
+        """Forget groups that have ended and have no operation left in the ring."""
         if len(self._groups) > 64:
             seen = {id(entry.group) for entry in self.snapshot()}
             self._groups = [group for group in self._groups if not group.closed or id(group) in seen]
 
     def write(self, why: str) -> Path | None:
-        """Write the file, if a folder is set. Never raises: what it is written for is what the caller must see."""
+        """Write the file, if a folder is set. Never raises, because the caller must see the error that it reports."""
         if self._folder is None or os.getpid() != self.pid:
             return None
         with self._writing:
@@ -393,7 +393,7 @@ class Recorder:
 
 
 def _clock_name() -> str:
-    """What processes share a monotonic clock with: the running kernel."""
+    """Return a name for the processes that share a monotonic clock, which is the running kernel's."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.readlink('/proc/self/ns/time')}"
@@ -405,7 +405,7 @@ _of_process: list[Recorder] = []
 
 
 def process_recorder() -> Recorder:
-    """The one that all groups of this process share; a forked child begins its own."""
+    """Return the recorder that all groups of this process share. A forked child begins its own."""
     if not _of_process or _of_process[0].pid != os.getpid():
         _of_process[:] = [Recorder()]
     return _of_process[0]

@@ -1,1 +1,1 @@
-"""A process group with backend "cgx": what torch calls, and who carries it out."""
+"""A process group with backend "cgx": the methods that torch calls, and the engines that carry them out."""

@@ -1,6 +1,6 @@
-"""The allreduce family and the barrier: what is compressed, and who carries it. No arithmetic.
+"""Dispatch of the allreduce family and the barrier: what is compressed, and who carries it. No arithmetic.
 
-Compressed ones run as programs of a side's reducer, and so do exact ones where that is faster than torch's own group.
+Compressed ones run as programs of a side's reducer. So do exact ones if that is faster than torch's own group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BARRIER_NUMEL = 16
 
 
 class AllReduces:
-    """Decide who carries an all_reduce."""
+    """Decides who carries an all_reduce."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class AllReduces:
         self._submitter = submitter
 
     def all_reduce(self, tensor: Tensor, result: list[Tensor], opts: Any) -> Any:
-        """Reduce in place."""
+        """Reduce a tensor in place, compressed by the group's rules."""
         self._context.check_usable()
         tensor = waited_for(tensor)
         compression = self._rules.for_all_reduce(tensor)
@@ -58,7 +58,7 @@ class AllReduces:
         return self._reduce(Request("all_reduce", tensor, result, None, compression, 0, True, layers=layers), opts)
 
     def all_reduce_exactly(self, operation: str, tensor: Tensor, opts: Any) -> Any:
-        """Reduce in place what the user has called something else."""
+        """Reduce a tensor in place, uncompressed, for a user's call of another name (`operation`)."""
         self._context.check_usable()
         tensor = waited_for(tensor)
         return self._reduce(Request(operation, tensor, [tensor], None, EXACT, 0, True), opts)
@@ -68,12 +68,12 @@ class AllReduces:
     ) -> Any:
         """Average a flat tensor whose consecutive layers have quantizers of their own."""
         self._context.check_usable()
-        if tensor.device.type == "cpu" and not is_summable(tensor, "AVG"):  # sparse, say: Gloo's, which knows no AVG
+        if tensor.device.type == "cpu" and not is_summable(tensor, "AVG"):  # e.g. sparse: Gloo has no AVG
             tensor.div_(self._context.world)
             opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.SUM)
         else:
             opts = options_from(c10d.AllreduceOptions, dist.ReduceOp.AVG)
-        if hasattr(opts, "asyncOp"):  # torch 2.6 has it not, and all counts as asynchronous there
+        if hasattr(opts, "asyncOp"):  # torch 2.6 lacks it, and there every call counts as asynchronous
             opts.asyncOp = True  # hooks never wait
         compression = widest_compression(layers)
         request = Request("all_reduce", waited_for(tensor), [tensor], None, compression, 0, True, layers=layers)
@@ -81,10 +81,10 @@ class AllReduces:
         return self._reduce(request, opts)
 
     def _reduce(self, request: Request, opts: Any) -> Any:
-        """Reduce in place, by our programs or by torch's own group. Fills in what the options say."""
+        """Reduce in place, by cgx's programs or by torch's own group. Completes the request from the options."""
         tensor, operation, result = request.tensor, request.operation, request.result
         side = self._sides.of(tensor)
-        if not side.enqueues:  # NCCL looks at its tensors itself
+        if not side.enqueues:  # NCCL checks its tensors itself
             check_in_place(operation, tensor, sparse=True)
         reduction = reduction_name(opts.reduceOp)
         if side.coalescing or not side.compresses:
@@ -106,10 +106,10 @@ class AllReduces:
         return self._submitter.submit(request, side)
 
     def _sum_by_torch(self, request: Request, side: Side, reduction: str, opts: Any) -> Any:
-        """Reduce by Gloo, which is faster than programs without the native engine. It knows no AVG."""
+        """Reduce by Gloo, which is faster than programs without the native engine but has no AVG."""
         tensor, result = request.tensor, request.result
         average = reduction == "AVG"
-        # The sum of which an average is made might overflow 16 bits.
+        # The sum behind an average might overflow 16 bits.
         summed = tensor.detach().float() if average and tensor.element_size() == 2 else tensor
         call = TorchCall(side, "allreduce", ([summed], _allreduce_options(opts, dist.ReduceOp.SUM)))
         work = self._torch.carry(OpInfo(request.operation, tensor.dtype, tuple(tensor.shape), reduction), call, result)
@@ -126,7 +126,7 @@ class AllReduces:
     def all_reduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce several tensors in place."""
         self._context.check_usable()
-        sides = [self._sides.of(tensor) for tensor in tensors]  # raises where one lies on another device
+        sides = [self._sides.of(tensor) for tensor in tensors]  # raises if one is on an unsupported device
         if any(side.enqueues for side in sides):
             return self._coalesce_on_device(tensors, sides[0], opts)
         for tensor in tensors:
@@ -135,7 +135,7 @@ class AllReduces:
         return self._reduce_copies(tensors, shares, opts) if any(shares) else self._reduce_apart(tensors, opts)
 
     def _reduce_apart(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Reduce tensors of which none shares memory with another."""
+        """Reduce tensors that share no memory with each other."""
         together = self._fusable(tensors, reduction_name(opts.reduceOp))
         alone = [tensor for tensor in tensors if not any(tensor is other for other in together)]
         fused = Fused(together) if together else None  # before any is reduced: one may be a part of another
@@ -150,20 +150,20 @@ class AllReduces:
         return CompositeWork(parts, fused.hand_out, tensors, completions)
 
     def _reduce_copies(self, tensors: list[Tensor], shares: list[bool], opts: Any) -> Any:
-        """Reduce tensors that share memory: every sum is of the values before the call, as with Gloo."""
+        """Reduce tensors that share memory. Like Gloo, sum the values from before the call."""
         pairs = [(t, t.detach().clone() if shared else t) for t, shared in zip(tensors, shares, strict=True)]
         work = self._reduce_apart([copy for _, copy in pairs], opts)
 
         def hand_out() -> None:
             for tensor, copy in pairs:
                 if copy is not tensor:
-                    # Of a sparse tensor, detach() is no view.
+                    # detach() of a sparse tensor is not a view.
                     (tensor if tensor.is_sparse else tensor.detach()).copy_(copy)
 
         return CompositeWork([work], hand_out, tensors, self._context.completions)
 
     def _coalesce_on_device(self, tensors: list[Tensor], side: Side, opts: Any) -> Any:
-        """Leave it to NCCL where nothing is compressed; else reduce one after the other."""
+        """Let NCCL reduce them if nothing is compressed, else reduce one after the other."""
         reduction = reduction_name(opts.reduceOp)
         compressed = any(is_summable(t, reduction) and not self._rules.for_all_reduce(t).is_exact for t in tensors)
         if not side.enqueues or side.coalescing or not compressed:
@@ -173,7 +173,7 @@ class AllReduces:
         return side.together(parts, tensors, self._context.completions)
 
     def _fusable(self, tensors: list[Tensor], reduction: str) -> list[Tensor]:
-        """Return what gains from company, though it may be too small to be compressed: one message instead of many."""
+        """Return the tensors worth fusing into one message, even if each is too small to be compressed."""
         if self._context.world == 1 or self._rules.default().is_exact:
             return []
         return fusable([t for t in tensors if is_summable(t, reduction) and t.dtype in COMPRESSIBLE])
@@ -186,7 +186,7 @@ class AllReduces:
     # ---- the barrier, as an allreduce ----
 
     def barrier(self, opts: Any) -> Any:
-        """Wait for all ranks, and for what torch's own group has under way here."""
+        """Wait for all ranks, and for the operations that torch's own group has in progress here."""
         self._context.check_usable()
         side = self._sides.for_barrier(opts.device)
         if side.enqueues:
@@ -204,15 +204,15 @@ class AllReduces:
 
 @lru_cache(maxsize=1024)
 def _interned(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Return the same object for equal layers: reducers cache what they have prepared by it."""
+    """Return the same object for equal layers, because reducers use its identity as a cache key."""
     return layers
 
 
 def _allreduce_options(given: Any, reduction: Any) -> Any:
-    """Return options for Gloo's allreduce from those of whatever is made of it."""
+    """Return options for Gloo's allreduce, copied from those of the user's call."""
     options = c10d.AllreduceOptions()
     options.reduceOp = reduction
     options.timeout = given.timeout
-    if hasattr(given, "asyncOp") and hasattr(options, "asyncOp"):  # of torch 2.6, only some options have it
+    if hasattr(given, "asyncOp") and hasattr(options, "asyncOp"):  # in torch 2.6 only some options have it
         options.asyncOp = given.asyncOp
     return options

@@ -1,4 +1,4 @@
-"""What a rank says on the board that it calls: operations, dtypes and reductions as numbers, shapes as dims."""
+"""Calls as a rank writes them on the board: operations, dtypes and reductions as numbers, shapes as dims."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _DTYPES = tuple(
 )
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
-# The lists that the native library writes its messages with.
+# The names that the native library uses in its messages.
 NAMES = (_OPERATIONS, _DTYPES, _REDUCTIONS)
 
 _MAX_DIMS = 6
@@ -68,7 +68,7 @@ def collective_call(
     kind: int = 0,
     layout: int = 0,
 ) -> _native.Call:
-    """One call. `shape` None: it may differ between ranks. `layout`: a hash of whatever else must be alike."""
+    """Return one call. `shape` None: it may differ between ranks. `layout`: a hash of anything else to be identical."""
     call = _native.Call()
     call.operation = _OPERATIONS.index(operation)
     call.dtype = -1 if dtype is None else _DTYPES.index(str(dtype).removeprefix("torch."))
@@ -89,12 +89,12 @@ _FIELDS = tuple(field[0] for field in _native.Call._fields_[:-1])
 
 
 def fields_of(call: _native.Call) -> list[int]:
-    """As a list of whole numbers, for JSON."""
+    """Return a call as a list of whole numbers, for JSON."""
     return [*(getattr(call, name) for name in _FIELDS), *call.dims]
 
 
 def call_from(fields: Sequence[object]) -> _native.Call:
-    """What `fields_of` made such a list of; anything else, which may come from a peer, is a `ValueError`."""
+    """Return the call from a list that `fields_of` made. Anything else, which a peer may send, is a `ValueError`."""
     if len(fields) != len(_FIELDS) + _MAX_DIMS or not all(type(field) is int for field in fields):
         raise ValueError(f"expected {len(_FIELDS) + _MAX_DIMS} whole numbers, got {fields!r:.200}")
     call = _native.Call()
@@ -105,19 +105,19 @@ def call_from(fields: Sequence[object]) -> _native.Call:
 
 
 def alike(a: _native.Call, b: _native.Call) -> bool:
-    """Whether ranks that make these two calls have kept step: the board's rule (csrc/engine/board.cpp)."""
-    if a.ndim < 0 and b.ndim < 0:  # shapes may differ: only what is done to them counts
+    """Return whether ranks that make these two calls are in step, by the board's rule (csrc/engine/board.cpp)."""
+    if a.ndim < 0 and b.ndim < 0:  # shapes may differ; only the rest counts
         return (a.operation, a.dtype, a.reduction, a.root) == (b.operation, b.dtype, b.reduction, b.root)
     return bytes(a) == bytes(b)
 
 
 def digest(call: _native.Call) -> int:
-    """The same number for calls that are alike, another for nearly all others; below 2^56."""
+    """Return a hash of a call, below 2^56: identical for identical calls, different for nearly all others."""
     return int.from_bytes(hashlib.blake2b(bytes(call), digest_size=7).digest(), "little")
 
 
 def describe(call: _native.Call) -> str:
-    """In the board's words: all_reduce(float32[1000], SUM, exact)."""
+    """Describe a call in the board's words: all_reduce(float32[1000], SUM, exact)."""
     tensor = _name(_DTYPES, call.dtype) if call.dtype >= 0 else ""
     if call.ndim >= 0:
         more = ", ..." if call.ndim > _MAX_DIMS else ""
@@ -137,7 +137,7 @@ def describe(call: _native.Call) -> str:
 
 
 def _codec_suffix(kind: int) -> str:
-    """Return how a message names a codec: by default not at all."""
+    """Return the part of a message that names a codec; "" for the default one."""
     if kind <= codecs.family(DEFAULT_QUANTIZER).kind:
         return ""
     return next((f", {name}" for name in codecs.names() if codecs.family(name).kind == kind), f", codec {kind}")
@@ -156,20 +156,20 @@ _BY_OP = {getattr(ReduceOp.RedOpType, name): name for name in _REDUCTIONS}
 
 
 def reduction_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
-    """The name of a reduction, in whichever of torch's two forms it comes."""
+    """Return the name of a reduction that comes in either of torch's two forms."""
     return _BY_OP[getattr(op, "op", op)]
 
 
 def premultiplier(op: ReduceOp | ReduceOp.RedOpType) -> float:
-    """What a PREMUL_SUM multiplies by; 1 for all others."""
+    """Return the factor of a PREMUL_SUM; 1 for all other reductions."""
     if reduction_name(op) != "PREMUL_SUM":
         return 1.0
-    # The factor has no name in Python; it is what a copy of the operation is made of.
+    # Python has no name for the factor, but it is part of the operation's pickled state.
     return float(op.__getstate__()[1])  # type: ignore[index]
 
 
 def options_from(kind: Any, given: Any) -> Any:
-    """Torch's options, from whichever of its calling forms this one is."""
+    """Return torch's options, from either of its calling forms."""
     if isinstance(given, kind):
         return given
     options = kind()

@@ -1,4 +1,4 @@
-"""A cgx group beside a group of another backend, so that hooks compress where the user cannot change the backend."""
+"""A cgx group beside a group of another backend, so that hooks compress even if the user cannot change the backend."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["cgx_group_of"]
 
 
 def cgx_group_of(group: Any) -> ProcessGroupCGX:
-    """The group itself where its backend is cgx, else a new one of the same ranks, which all of them must ask for.
+    """Return the group itself if its backend is cgx, else a new cgx group of the same ranks. All ranks call it.
 
-    torch's own `new_group` with use_local_synchronization names a group after how many groups the process has, and so
-    waits for ever where ranks are in different numbers of groups. This one counts in the group's own store.
+    torch's own `new_group` with use_local_synchronization names a group by the number of groups in the process, so it
+    waits forever if ranks are in different numbers of groups. This function counts in the group's own store.
     """
     if isinstance(group, ProcessGroupCGX):
         return group

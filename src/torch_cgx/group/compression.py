@@ -5,12 +5,12 @@ The first line that applies decides.
 | what | how |
 |---|---|
 | values that no codec takes (integers, float64), or fewer than CGX_COMPRESSION_MINIMAL_SIZE | exact |
-| the layers that a hook or FSDP2 hands over | as they say; the hook looks for `uncompressed` itself |
-| the innermost `compressed` or `uncompressed` block | as it says |
+| the layers that a hook or FSDP2 hands over | as they specify; the hook checks for `uncompressed` itself |
+| the innermost `compressed` or `uncompressed` block | as it specifies |
 | a reduce-scatter or an all-gather | exact |
-| the group's own compression (`override`, which HSDP uses) | as it says |
-| `set_default` | as it says |
-| CGX_COMPRESSION_QUANTIZATION_BITS, unless a hook decides for the group (`ignore_env_bits`) | as it says |
+| the group's own compression (`override`, which HSDP uses) | as it specifies |
+| `set_default` | as it specifies |
+| CGX_COMPRESSION_QUANTIZATION_BITS, unless a hook decides for the group (`ignore_env_bits`) | as it specifies |
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SUMMABLE = (*COMPRESSIBLE, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """How one group's all_reduces are compressed, whatever holds for the process."""
+    """The compression of one group's all_reduces, regardless of the process's default."""
 
     compression: Compression
-    layers: Mapping[int, tuple[Layer, ...]] = field(default_factory=dict)  # of a tensor of so many values
+    layers: Mapping[int, tuple[Layer, ...]] = field(default_factory=dict)  # by the tensor's number of values
 
 
 class CompressionRules:
-    """Apply the table above."""
+    """The table above, for one group."""
 
     def __init__(self, settings: Settings) -> None:
         self._minimal_numel = settings.minimal_numel
@@ -50,22 +50,22 @@ class CompressionRules:
     def ignore_env_bits(self) -> None:
         """Ignore CGX_COMPRESSION_QUANTIZATION_BITS from now on, because a hook's state decides.
 
-        This holds for good, not for as long as the state lives: ranks collect garbage at different times.
+        This outlives the state, because ranks collect garbage at different times.
         """
         self._ignores_env_bits = True
 
     def override(self, override: Override | None) -> None:
-        """Compress this group's all_reduces like this from now on, identically on all ranks. None: like all others."""
+        """Compress this group's all_reduces in this way from now on, identically on all ranks. None: by default."""
         self._override = override
 
     def default(self) -> Compression:
-        """Return what holds for an all_reduce that is called now, whatever its tensor."""
+        """Return the compression of an all_reduce that is called now, before its tensor is considered."""
         if self._override is not None and not scopes.in_block():
             return self._override.compression
         return scopes.asked_compression() if self._ignores_env_bits else scopes.compression()
 
     def for_all_reduce(self, tensor: Tensor) -> Compression:
-        """Return what holds for an all_reduce of this tensor that is called now."""
+        """Return the compression of an all_reduce of this tensor that is called now."""
         return self._for_tensor(tensor, tensor.numel(), self.default())
 
     def layers_of(self, tensor: Tensor) -> tuple[Layer, ...] | None:
@@ -75,7 +75,7 @@ class CompressionRules:
         return self._override.layers.get(tensor.numel())
 
     def for_shares(self, tensor: Tensor, share_numel: int) -> Compression:
-        """Return what holds for a reduce-scatter or an all-gather of shares of so many values."""
+        """Return the compression of a reduce-scatter or an all-gather whose shares have `share_numel` values."""
         return self._for_tensor(tensor, share_numel, scopes.share_compression())
 
     def _for_tensor(self, tensor: Tensor, numel: int, asked: Compression) -> Compression:
@@ -88,7 +88,7 @@ def is_summable(tensor: Tensor, reduction: str) -> bool:
 
 
 def widest_compression(layers: Sequence[Layer]) -> Compression:
-    """Return what describes a call of several layers in errors and profiles."""
+    """Return the compression of the layer with the most bits, which describes the call in errors and profiles."""
     compressed = [layer.codec for layer in layers if not layer.is_exact]
     if not compressed:
         return EXACT

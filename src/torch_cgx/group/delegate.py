@@ -1,7 +1,7 @@
-"""Call torch's own groups, Gloo and NCCL, and enter each call in the group's ledger. No decisions.
+"""Delegation to torch's own groups, Gloo and NCCL, with an entry in the group's ledger per call. No decisions.
 
-Gloo takes a call that ranks make differently for what each of them means by it, so every call is compared with those of
-the other ranks before Gloo gets it.
+Gloo does not notice when ranks make different calls, so every call is compared with those of the other ranks before
+Gloo gets it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["TorchCall", "TorchDelegate"]
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """A method of a torch group, and its arguments, the last of which are its options."""
+    """A method of a torch group and its arguments. The last argument is its options."""
 
     side: Side
     method: str
@@ -44,7 +44,7 @@ class TorchCall:
 
 
 class TorchDelegate:
-    """Carry out collectives with torch's own groups."""
+    """The delegate that carries out collectives with torch's own groups."""
 
     def __init__(self, context: GroupContext, sides: Sides, ledger: Ledger) -> None:
         self._context = context
@@ -106,7 +106,7 @@ class TorchDelegate:
     def scatter(self, outputs: list[Tensor], inputs: Any, opts: Any) -> Any:
         first = first_of("scatter", outputs)
         _check("scatter", outputs, in_place=True)
-        # Copied if necessary, not refused: only the root has them, and the others would wait for it.
+        # Copied if necessary instead of refused: only the root has inputs, and the other ranks would wait for it.
         inputs = [[laid_out_like("scatter", tensor, first) for tensor in row] for row in inputs]
         call = TorchCall(self._sides.of(first), "scatter", (outputs, inputs, opts))
         info = OpInfo("scatter", first.dtype, _shape(first), root=opts.rootRank)
@@ -145,7 +145,7 @@ class TorchDelegate:
                 )
         return self.carry(OpInfo("all_to_all_single", input.dtype), call, [output])
 
-    # Messages between two ranks are no collectives: only those two call, so nothing is entered.
+    # Messages between two ranks are not collectives. Only those two call, so nothing is entered.
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         self._context.check_usable()
@@ -172,11 +172,11 @@ class TorchDelegate:
         return self._start(info, call.run, call.is_asynchronous, result, layout)
 
     def compare(self, info: OpInfo, result: list[Tensor], *, asynchronous: bool = True) -> PolledWork:
-        """Compare a call that has nothing to carry with those of the other ranks, which waits for them."""
+        """Enter a call that has nothing to carry, and compare it with those of the other ranks by waiting for them."""
         return self._start(info, Nothing, asynchronous, result, 0)
 
     def note(self, info: OpInfo, result: list[Tensor]) -> PolledWork:
-        """Enter a call that has nothing to carry, and wait for nobody."""
+        """Enter a call that has nothing to carry, without waiting for other ranks."""
         with self._entering(info):
             with self._context.recorder.noting_failures():
                 entry = self._ledger.enter(_announced(info, 0), asynchronous=True)
@@ -212,8 +212,8 @@ class TorchDelegate:
                 inner = call.run()
         trail.enqueued = True
         trail.finish()
-        # Its wait with a time limit would abort the communicator, and it is complete on a stream. What is on the
-        # caller's own stream has no handle of NCCL's, and None would crash callers in C++.
+        # NCCL's own handle is returned unwrapped: its wait with a time limit would abort the communicator, and it
+        # completes on a stream. Work on the caller's own stream has no NCCL handle, and None would crash C++ callers.
         return DoneWork(result, context.completions) if inner is None else inner
 
     @contextmanager
@@ -221,7 +221,7 @@ class TorchDelegate:
         """Hold the group's lock, if the call may be made."""
         context = self._context
         context.check_usable()
-        if info.root >= context.world:  # torch refuses it on some ranks only, which would enter nothing
+        if info.root >= context.world:  # torch refuses it on some ranks only, and those would enter nothing
             raise ValueError(f"{info.operation}: expected a root from 0 to {context.world - 1}, got {info.root}")
         with context.lock:
             yield
@@ -238,7 +238,7 @@ class TorchDelegate:
 
 
 def _announced(info: OpInfo, layout: int) -> Any:
-    """Return what the ledger gets: `layout` is a hash of whatever else must be identical on all ranks."""
+    """Return the entry for the ledger. `layout` is a hash of anything else that must be identical on all ranks."""
     return collective_call(
         info.operation, info.dtype, info.shape, reduction=info.reduction, root=info.root, layout=layout
     )
@@ -249,7 +249,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _check(operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = (), *, in_place: bool = False) -> None:
-    """Refuse what Gloo takes without a look; NCCL looks at its tensors itself."""
+    """Refuse tensors that Gloo would take unchecked. NCCL checks its tensors itself."""
     for tensor in inputs:
         if tensor.device.type == "cpu":
             (check_in_place if in_place else check_input)(operation, tensor)

@@ -1,8 +1,8 @@
-"""Keeps torch.compile from tracing this package.
+"""Keep torch.compile from tracing this package.
 
 A compiled region reaches our Python code through C++ (DDP's collectives), and dynamo would then try to compile it.
-Marking code objects costs microseconds; the documented `torch.compiler.disable` imports all of dynamo, which costs
-more than a second.
+Marking code objects costs microseconds. The documented `torch.compiler.disable` imports all of dynamo, which takes more
+than a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["skip_package"]
 
 
 def skip_package(package: str) -> None:
-    """Mark all functions of the modules of a package that are imported by now."""
+    """Mark all functions in those modules of a package that have been imported so far."""
     skip_code = _skip_code()
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(f"{package}."):
@@ -26,7 +26,7 @@ def skip_package(package: str) -> None:
 
 
 def _skip_code() -> Callable[[CodeType], object]:
-    """What marks a code object, and all that it calls, in this release of torch."""
+    """Return the function that marks a code object, and everything it calls, in this release of torch."""
     try:
         frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
     except ImportError:  # a torch without dynamo has nothing to keep away
@@ -48,7 +48,7 @@ def _codes_of_module(module: ModuleType) -> Iterator[CodeType]:
 
 
 def _functions_of(member: Any) -> Iterator[FunctionType]:
-    """The functions behind methods, properties and decorators that keep what they wrap."""
+    """Yield the functions behind methods, properties, and decorators that keep the wrapped function."""
     candidates = [member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "__wrapped__"))]
     for candidate in candidates:
         if isinstance(candidate, FunctionType):

@@ -1,6 +1,7 @@
-"""Completes the futures of a group's operations, on Python threads of its own.
+"""Completion of the futures of a group's operations, on Python threads of its own.
 
-Started only where somebody asks for a future, because callbacks of futures may themselves wait for collectives.
+They need their own threads because callbacks of futures may themselves wait for collectives. The threads start only
+when a caller asks for a future.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
 
 __all__ = ["SLICE_MS", "Completions"]
 
-SLICE_MS = 100  # between two looks at signals
+SLICE_MS = 100  # between two checks for signals
 
-# A work, and either the future that shall get its result, or None and a name for the profiler.
+# A work, and either the future that receives its result, or None and a name for the profiler.
 _Item = tuple["PolledWork", Any, str]
 
 
 class Completions:
-    """Completes the futures of a group on Python threads, the first of which is started with the first future.
+    """The threads that complete a group's futures. The first one starts with the first future.
 
-    One thread is enough, in order, but for callbacks that themselves wait for futures (PowerSGD's do): while all
-    threads are inside callbacks, what is queued gets another one.
+    One thread is enough, in order, except for callbacks that themselves wait for futures (PowerSGD's do). If all
+    threads are inside callbacks, another one starts for the queued futures.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], object] = lambda error: None) -> None:
-        """`failed` gets to know what the group's operations failed with, before their callers do."""
+        """Keep the name of the threads. `failed` is called with an operation's error before its caller sees it."""
         self._name = name
         self.failed = failed
         self._lock = threading.Lock()
@@ -44,16 +45,16 @@ class Completions:
     def future_of(self, work: PolledWork) -> torch.futures.Future[list[torch.Tensor]]:
         future = work.new_future()
         self._enqueue((work, future, ""))
-        # A future that failed by set_exception crashes DDP's C++, which does not expect a Python exception there; what
-        # .then makes of it carries a plain C++ error with the same text.
+        # A future that failed by set_exception crashes DDP's C++, which does not expect a Python exception there. The
+        # future that .then returns carries a plain C++ error with the same text.
         return future.then(lambda done: done.value())
 
     def watch(self, work: PolledWork, name: str) -> None:
-        """Let a thread wait for the work under this name, for a profiler that shows all threads."""
+        """Wait for the work on a thread, under this name, for a profiler that shows all threads."""
         self._enqueue((work, None, name))
 
     def close(self) -> None:
-        """Finish what is queued (the group has failed it, or it is done) and end the threads."""
+        """Finish the queued futures, whose operations are done or have failed, and end the threads."""
         with self._lock:
             threads = list(self._threads)
         for _ in threads:
@@ -68,7 +69,7 @@ class Completions:
             self._ensure_thread()
 
     def _ensure_thread(self) -> None:
-        """Start a thread if there is none that could take what is queued. With the lock held."""
+        """Start a thread if none is free for the queued futures. The caller holds the lock."""
         if len(self._threads) == self._in_callbacks:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._threads.add(thread)
@@ -86,8 +87,8 @@ class Completions:
                 del item, work, future  # keeps no tensor alive while the queue is empty
                 with self._lock:
                     if len(self._threads) - self._in_callbacks > 1:
-                        # Before the lock is free again: a second thread that came to the same conclusion from a count
-                        # with this one still in it would leave nobody.
+                        # While the lock is still held: a second thread whose count still included this one would also
+                        # end, and none would be left.
                         self._threads.discard(threading.current_thread())
                         return
         finally:

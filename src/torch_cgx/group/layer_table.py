@@ -1,8 +1,8 @@
-"""The table behind `register_layer`: which layers lie in which grad bucket, for scripts that tell so by hand.
+"""The table behind `register_layer`: the layers of each grad bucket, for scripts that register them by hand.
 
-A table belongs to one group (the default group, through the functions in the package). An all_reduce whose number of
-values is that of a registered grad bucket is compressed layer by layer. Hooks do not use it: they hand their layers
-over.
+A table belongs to one group (the default group, through the functions in the package). An all_reduce with as many
+values as a registered grad bucket is compressed layer by layer. Hooks do not use the table, because they pass their
+layers themselves.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch_cgx.plan.layout import Layer, layer_of
 
 __all__ = ["LayerTable"]
 
-_Row = tuple[int, int, int]  # numel; bits and block, 0: whatever is the default at the time of the call
+_Row = tuple[int, int, int]  # numel; bits and block, 0: the default at the time of the call
 
 
 class LayerTable:
-    """Layers by (grad bucket, position in it). `version` changes with every change, for caches."""
+    """The layers by (grad bucket, position in it). `version` changes with every change, for caches."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class LayerTable:
         numel = whole_number(f"numel of layer {layer_idx} in bucket {bucket_idx}", numel)
         if numel < 1:
             raise ValueError(f"numel of layer {layer_idx} in bucket {bucket_idx}: expected at least 1, got {numel}")
-        found = Compression(bits, bucket_size)  # raises where out of range
+        found = Compression(bits, bucket_size)  # raises if out of range
         self._set(bucket_idx, layer_idx, (numel, found.bits, found.block))
 
     def drop(self, bucket_idx: int) -> None:
@@ -55,7 +55,7 @@ class LayerTable:
         self._set(bucket_idx, layer_idx, (numel, bits, found.block))
 
     def cut(self, numel: int, compression: Compression, settings: Settings) -> tuple[Layer, ...]:
-        """A tensor of so many values as layers: the registered ones, or the whole as one."""
+        """Return the layers of a tensor of `numel` values: the registered ones, or the whole tensor as one layer."""
         rows = None if compression.is_exact else self.find(numel)
         if rows is None:
             return (layer_of(numel, compression, settings),)
@@ -69,7 +69,7 @@ class LayerTable:
         )
 
     def find(self, numel: int) -> tuple[_Row, ...] | None:
-        """The layers of the grad bucket with so many values; of several alike, those of the lowest index."""
+        """Return the layers of the grad bucket with `numel` values, of the lowest index if there are several."""
         return self._by_numel.get(numel)
 
     def _row(self, bucket_idx: int, layer_idx: int) -> _Row:

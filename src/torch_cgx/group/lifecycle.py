@@ -1,4 +1,4 @@
-"""How a group's parts are made when it is created, and closed when it ends."""
+"""The life of a group's parts: made when the group is created, closed when it ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["Parts"]
 
 
 class Parts:
-    """Everything that one rank's end of a group consists of."""
+    """All parts of one rank's end of a group."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Parts:
     ) -> None:
         """Meet the other ranks, compare settings, and connect. All ranks call it.
 
-        `cuda_problem`: what keeps this rank from CUDA tensors, or "". `make_engine` returns what serves them, where
-        nothing keeps any rank from them.
+        `cuda_problem` says why this rank cannot have CUDA tensors, or is "". `make_engine` returns the engine for CUDA
+        tensors. It is called if all ranks can have them.
         """
         self._rank, self._world = rank, world
         self.global_ranks = tuple(global_ranks)
@@ -66,7 +66,7 @@ class Parts:
             notices.warn_of_unknown_variables()
         met = meet(c10d.PrefixStore("cgx meeting", store), rank, world, timeout, self.global_ranks)
         prefixed = partial(c10d.PrefixStore, store=c10d.PrefixStore(met, store))
-        # Settings are compared before any connection is made, so that a wrong one fails on all ranks at once.
+        # Settings are compared before any connection is made, so that a wrong setting fails on all ranks at once.
         settings = handshake.agree(prefixed("cgx"), rank, world, Settings.from_environ)
         members = handshake.join(prefixed("cgx"), rank, world, settings, self.global_ranks, cuda_problem, timeout)
         recorder = GroupRecorder(process_recorder(), rank, self.global_ranks, folder=settings.trace_folder)
@@ -89,7 +89,7 @@ class Parts:
         self.sides = Sides(self.host, by_kind, members.without_cuda(self.global_ranks))
 
     def _open_host(self, joining: Joining) -> tuple[CpuSide, Ledger]:
-        """Open what serves CPU tensors: the native engine, over shared memory or links, or Gloo."""
+        """Open the side for CPU tensors: the native engine, over shared memory or links, or Gloo."""
         context, members = self.context, joining.members
         rank, world, settings = joining.rank, joining.world, joining.settings
         if world == 1:
@@ -128,7 +128,7 @@ class Parts:
             side.set_timeout(timeout)
 
     def stats(self) -> dict[str, float]:
-        """Return what this rank has done on all devices."""
+        """Return this rank's statistics, summed over all devices."""
         found = [side.reducer.stats() for side in self.sides.all()]
         return {name: sum(each[name] for each in found) for name in no_figures()}
 
@@ -138,7 +138,7 @@ class Parts:
             side.reducer.reset_stats()
 
     def note_figures(self) -> None:
-        """Keep what a notice at exit needs to know."""
+        """Keep the statistics that a notice at exit needs."""
         if not self.context.forked:  # the native library may be locked by a thread that the child does not have
             compressed = self.stats()["compressed_operations"]
             notices.note_group(self._world, self.context.settings.minimal_numel, compressed)
@@ -166,12 +166,12 @@ class Parts:
             self.ledger.close()
 
     def abort(self) -> None:
-        """Make the peers fail at once instead of when they next wait for this rank."""
+        """Make the peers fail at once, instead of when they next wait for this rank."""
         if not self.context.closed and not self.context.forked:
             name = f"rank {self.global_ranks[self._rank]}"
             self.ledger.abort(CGXError(f"{name} called abort(): restart all ranks"))
 
     def hang_up(self) -> None:
-        """End Gloo's connections, so that peers do not wait for a process that may have to wait for others."""
+        """Close Gloo's connections, so that peers do not wait for a process that may itself have to wait."""
         if self._world > 1 and not self.context.forked:
             hang_up(self.gloo)

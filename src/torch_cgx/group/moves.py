@@ -1,7 +1,7 @@
-"""Broadcasts and exchanges (all-to-alls) of CPU tensors, by the native engine where it is there. No arithmetic.
+"""Broadcasts and exchanges (all-to-alls) of CPU tensors over the native engine, if available. No arithmetic.
 
-Values are moved as they are, whatever their type. Gloo or NCCL carries the rest: tensors of other devices, parts whose
-sizes are given, and groups without the native engine.
+Values of any type are moved unchanged. Gloo or NCCL carries the rest: tensors on other devices, exchanges with explicit
+split sizes, and groups without the native engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Moves"]
 
 
 class Moves:
-    """Decide who carries a broadcast or an exchange."""
+    """Decides who carries a broadcast or an exchange."""
 
     def __init__(
         self, context: GroupContext, sides: Sides, torch_delegate: TorchDelegate, submitter: Submitter
@@ -48,7 +48,7 @@ class Moves:
 
     def all_to_all_single(self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any) -> Any:
         output, input = waited_for(output), waited_for(input)
-        # Sizes that are given may differ from rank to rank, and be equal on one by chance.
+        # Explicit sizes may differ between ranks, even if they happen to be equal on this one.
         if output_sizes or input_sizes or not self._are_exchangeable(output, input):
             return self._torch.all_to_all_single(output, input, output_sizes, input_sizes, opts)
         operation, rank, world = "all_to_all_single", self._context.rank, self._context.world
@@ -67,7 +67,7 @@ class Moves:
         return self._submitter.submit_into(request, self._sides.of(values), output, written)
 
     def _are_exchangeable(self, output: Tensor, input: Tensor) -> bool:
-        """Return whether the engine can do it. A call that is wrong is left for torch to refuse."""
+        """Return whether the engine can exchange these. A wrong call is left for torch to refuse."""
         return (
             all(is_movable(each, self._sides) and each.is_contiguous() for each in (output, input))
             and output.numel() == input.numel()

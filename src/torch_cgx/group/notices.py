@@ -1,8 +1,8 @@
-"""Say, once per process and on rank 0, that variables do not do what their user expects.
+"""Warn, once per process and on rank 0, about variables that do not do what the user expects.
 
-Two notices: a CGX_* variable that does not exist, when the first group is made; and bits that were set but compressed
-nothing, when the process ends (`_torch_cgx_autoload` calls that one, also where no group of ours was ever made).
-Neither costs an operation anything: what was called is read from the flight recorder.
+There are two warnings. When the first group is made: a CGX_* variable that does not exist. When the process ends: bits
+that were set but compressed nothing (`_torch_cgx_autoload` calls this one, even if no cgx group was ever made).
+Neither costs an operation anything: the calls are read from the flight recorder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("torch_cgx")
 
 
 class _Groups:
-    """Figures of the groups of this process that have ended."""
+    """Statistics of this process's groups that have ended."""
 
     largest_world = 0
     compressed_operations = 0
@@ -45,16 +45,17 @@ def warn_of_unknown_variables() -> None:
 
 
 def note_group(world: int, minimal_numel: int, compressed_operations: float) -> None:
-    """Keep what a group knows before it is closed, or before its figures are reset."""
+    """Add a group's statistics to the process's, before it is closed or they are reset."""
     _Groups.largest_world = max(_Groups.largest_world, world)
     _Groups.minimal_numel = max(_Groups.minimal_numel, minimal_numel)
     _Groups.compressed_operations += int(compressed_operations)
 
 
 def warn_of_unused_bits(backend: str) -> None:
-    """Log at exit that bits which were asked for compressed nothing; `backend` is what the default group had.
+    """Warn at exit if bits were requested but nothing was compressed.
 
-    Not where an exception ends the process, which has another problem, and not where there was nothing to compress.
+    `backend` is the default group's. There is no warning after an exception, because the process then has another
+    problem, nor in a world of one rank, where there is nothing to compress.
     """
     if _Groups.compressed_operations or hasattr(sys, "last_value") or _rank() != 0 or _world() == 1:
         return
@@ -82,7 +83,7 @@ def warn_of_unused_bits(backend: str) -> None:
 
 
 def _asked() -> str | None:
-    """Return what asked for compression, as the beginning of a sentence; None if nothing did."""
+    """Return the beginning of a sentence that names what requested compression; None if nothing did."""
     bits = scopes.asked().bits
     if bits is not None:
         return None if bits == EXACT.bits else f"torch_cgx.set_default(bits={bits}) was called"
@@ -94,10 +95,10 @@ def _asked() -> str | None:
 
 
 def _rank() -> int | None:
-    """Return this process's rank, also after its group has been destroyed; None if nothing tells."""
+    """Return this process's rank, even after its group has been destroyed; None if it cannot be determined."""
     if dist.is_initialized():
         return dist.get_rank()
-    # torch forgets the rank with the group, but for the prefix of what its excepthook writes.
+    # torch drops the rank with the group. Only the prefix of its excepthook's output still has it.
     hook = sys.excepthook
     cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)) if _is_function(hook) else {}
     prefix = cells["excepthook_prefix"].cell_contents if "excepthook_prefix" in cells else ""
@@ -110,7 +111,7 @@ def _is_function(hook: Any) -> bool:
 
 
 def _world() -> int:
-    """Return how many ranks there are, or were; 0 if nothing tells."""
+    """Return the current or last number of ranks; 0 if it cannot be determined."""
     if dist.is_initialized():
         return dist.get_world_size()
     text = os.environ.get("WORLD_SIZE", "")
@@ -118,7 +119,7 @@ def _world() -> int:
 
 
 def _kind(info: OpInfo) -> str:
-    """Return an operation's name and, of an all_reduce, what kept it exact."""
+    """Return an operation's name and, for an all_reduce, the reason that it was not compressed."""
     if info.operation != "all_reduce":
         return info.operation
     if info.dtype not in COMPRESSIBLE:

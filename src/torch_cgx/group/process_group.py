@@ -1,11 +1,11 @@
 """`ProcessGroupCGX`: the signatures that torch.distributed, DDP and FSDP call. No decisions, no arithmetic.
 
-Method names and argument orders are those of `torch.distributed.ProcessGroup`, which Python and, through trampolines,
-C++ (DDP, functional collectives) call. Every method that has a trampoline must be overridden: torch's own would call
-Gloo while it holds the GIL, which Gloo's threads wait for while they hold Gloo's lock, to free tensors.
+Method names and argument orders are those of `torch.distributed.ProcessGroup`. Python calls them, and C++ (DDP,
+functional collectives) through trampolines. Every method with a trampoline must be overridden: torch's own would call
+Gloo while it holds the GIL. To free tensors, Gloo's threads wait for the GIL while they hold Gloo's lock.
 
-Who carries a call is decided in `allreduces`, `shares` and `moves`, how it is compressed in `compression`; `delegate`
-calls torch's own groups, and `lifecycle` makes and closes the parts.
+`allreduces`, `shares` and `moves` decide who carries a call, and `compression` how it is compressed. `delegate` calls
+torch's own groups, and `lifecycle` makes and closes the parts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _groups: weakref.WeakSet[ProcessGroupCGX] = weakref.WeakSet()
 
 
 def create(options: Any, backend_options: Any = None) -> ProcessGroupCGX:
-    """Make a group: torch.distributed calls this for backend "cgx" (registered with extended_api=True)."""
+    """Make a group. torch.distributed calls this for backend "cgx" (registered with extended_api=True)."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return ProcessGroupCGX(options.store, options.group_rank, options.group_size, options.timeout, ranks)
 
@@ -75,7 +75,7 @@ class ProcessGroupCGX(dist.ProcessGroup):
         self._moves = Moves(parts.context, parts.sides, self._torch, submitter)
 
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, parts.gloo)
-        # torch asks every group for its default backend: from 2.15 on when it attaches its flight recorder.
+        # torch asks every group for its default backend; since 2.15 it does so to attach its flight recorder.
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         if parts.cuda is not None:
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, parts.cuda.carrier)
@@ -85,11 +85,11 @@ class ProcessGroupCGX(dist.ProcessGroup):
         multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self),), exitpriority=10)
 
     def _cuda_problem(self) -> str:
-        """Return what keeps this rank from CUDA tensors, or ""."""
+        """Return why this rank cannot have CUDA tensors, or ""."""
         return cuda_problem()
 
     def _engine(self, joining: Joining) -> Engine:
-        """Return what serves CUDA tensors, where nothing keeps any rank from them."""
+        """Return the engine for CUDA tensors. Called if all ranks can have them."""
         return cuda_engine(joining)
 
     # ---- all_reduce and barrier ----
@@ -227,8 +227,8 @@ class ProcessGroupCGX(dist.ProcessGroup):
     ) -> Any:
         """Average a flat tensor whose consecutive layers have quantizers of their own.
 
-        `residual`, float32 and as long, gets what this rank's encoding loses: see `Kernels`. Plans are cached by the
-        identity of `layers`: pass the same object again.
+        `residual`, float32 and of the same length, receives what this rank's encoding loses: see `Kernels`. Plans are
+        cached by the identity of `layers`, so pass the same object again.
         """
         return self._all_reduces.all_reduce_layers(tensor, layers, residual, stochastic)
 
@@ -242,9 +242,9 @@ class ProcessGroupCGX(dist.ProcessGroup):
         stochastic: bool | None = None,
         asynchronous: bool = True,
     ) -> Any:
-        """Sum up this rank's share, which consists of consecutive layers with quantizers of their own, as all do.
+        """Sum up this rank's share. All shares consist of consecutive layers with quantizers of their own.
 
-        `op` is SUM, AVG or PREMUL_SUM. What cannot be compressed is exact.
+        `op` is SUM, AVG or PREMUL_SUM. Values that cannot be compressed are sent uncompressed.
         """
         return self._shares.reduce_scatter_layers(output, input, layers, op, stochastic, asynchronous)
 
@@ -259,28 +259,29 @@ class ProcessGroupCGX(dist.ProcessGroup):
     ) -> Any:
         """Gather shares that consist of consecutive layers with quantizers of their own.
 
-        Every rank, this one included, ends with what a share decodes to. What cannot be compressed is exact.
+        Every rank, including this one, ends with the decoded shares. Values that cannot be compressed are sent
+        uncompressed.
         """
         return self._shares.all_gather_layers(output, input, layers, stochastic, asynchronous)
 
     def can_compress(self, tensor: Tensor) -> bool:
-        """Return whether an average of such tensors would be compressed if asked for; else it is exact."""
+        """Return whether an average of such tensors can be compressed. If not, it is exact."""
         is_compressible = tensor.dtype in COMPRESSIBLE and is_summable(tensor, "AVG")
         return is_compressible and self._parts.sides.of(tensor).compresses
 
     def ignore_env_bits(self) -> None:
-        """Ignore CGX_COMPRESSION_QUANTIZATION_BITS on this group from now on: a hook's state decides."""
+        """Ignore CGX_COMPRESSION_QUANTIZATION_BITS on this group from now on, because a hook's state decides."""
         self._rules.ignore_env_bits()
 
     def override_compression(self, override: Override | None) -> None:
-        """Compress this group's all_reduces like this from now on, unless a block says otherwise; all ranks alike.
+        """Compress this group's all_reduces in this way from now on, unless a block specifies otherwise.
 
-        None: as the variables and `set_default` say, which until then count for nothing.
+        Call it identically on all ranks. None: use the variables and `set_default` again, which an override ignores.
         """
         self._rules.override(override)
 
     def record_use(self, *tensors: Tensor) -> None:
-        """Note that the calling thread's stream uses these, which may have been made on another."""
+        """Note that the calling thread's stream uses these tensors, which may have been made on another."""
         for tensor in tensors:
             self._parts.sides.of(tensor).record_use(tensor)
 
@@ -297,11 +298,11 @@ class ProcessGroupCGX(dist.ProcessGroup):
 
     @property
     def carrier(self) -> str:
-        """Return what its own allreduces go over: SHM, TCP, MPI, or GLOO without the native engine."""
+        """Return the carrier of cgx's own allreduces: SHM, TCP, MPI, or GLOO without the native engine."""
         return self._parts.carrier
 
     def stats(self) -> dict[str, float]:
-        """Return what this rank has done since the group's creation or `reset_stats`."""
+        """Return this rank's statistics since the group's creation or `reset_stats`."""
         return self._parts.stats()
 
     def reset_stats(self) -> None:
@@ -320,20 +321,20 @@ class ProcessGroupCGX(dist.ProcessGroup):
         self._parts.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group. Peers that still wait for this rank are told that it has left."""
+        """Leave the group. Peers that still wait for this rank learn that it has left."""
         self._parts.close(aborting=False, at_exit=False)
 
     def abort(self) -> None:
-        """Like shutdown, but peers fail at once instead of when they next wait for this rank."""
+        """Leave the group like `shutdown`, but peers fail at once instead of when they next wait for this rank."""
         self._parts.abort()
         self._parts.close(aborting=True, at_exit=False)
 
     def leave_at_exit(self) -> None:
-        """Like shutdown, but without NCCL's own, which waits for peers: they may wait for this process to end."""
+        """Leave the group like `shutdown`, but do not wait in NCCL for peers: they may wait for this process to end."""
         self._parts.close(aborting=False, at_exit=True)
 
     def hang_up(self) -> None:
-        """End connections at exit, where this process may have to wait for others."""
+        """Close connections at exit, when this process may have to wait for others."""
         self._parts.hang_up()
 
     def mark_forked(self) -> None:

@@ -1,7 +1,7 @@
 """Reducers run the collectives that cgx carries out itself: natively, or over Gloo if a rank has no native engine.
 
-Both take the same `Request` and return a handle. The backend decides what is asked of them; they decide nothing, but
-keep what can be kept between operations of the same shape.
+Both take the same `Request` and return a handle. The backend makes all decisions. Reducers only cache what operations
+of the same shape have in common.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def no_figures() -> dict[str, float]:
 
 
 class Reducer(Protocol):
-    """Carry out requests on the tensors of one kind of device."""
+    """The interface that carries out requests on the tensors of one kind of device."""
 
     def submit(self, request: Request) -> PolledWork: ...
 
@@ -76,7 +76,7 @@ class Reducer(Protocol):
 
 
 class LoneReducer:
-    """The reducer of a group of one rank: sums and averages are what is there already."""
+    """The reducer of a group of one rank: sums and averages are the values themselves."""
 
     def __init__(self, context: GroupContext) -> None:
         self._completions = context.completions
@@ -100,24 +100,24 @@ class LoneReducer:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What all requests of one shape have in common."""
+    """The part that all requests of one shape have in common."""
 
     prepared: Prepared
     info: OpInfo
-    layers: tuple[Layer, ...] | None  # the request's own: as long as they live here, no others have their id
-    widened: bool  # carried out on a float32 copy: sums are made in several steps
+    layers: tuple[Layer, ...] | None  # the request's own; kept alive here so that no other object gets their id
+    widened: bool  # runs on a float32 copy, because sums are made in several steps
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What an operation needs until it is done."""
+    """The objects that must stay alive until an operation is done."""
 
     what: object
     number: int | None = None
 
 
 class SharedReducer:
-    """Hands requests to the native executor."""
+    """The reducer that hands requests to the native executor."""
 
     def __init__(self, shared: SharedGroup, context: GroupContext, chooser: Chooser) -> None:
         self._shared = shared
@@ -138,11 +138,11 @@ class SharedReducer:
             *(request.reduction, request.compression, id(request.layers), self._context.layers.version),
             *(request.stochastic, request.algorithm, request.factor, request.shape, request.root),
         )
-        # Layers are told apart by identity, because hashing hundreds of them would dominate a call.
+        # Layers are compared by identity, because hashing hundreds of them would dominate a call.
         known = self._known.get(key) or self._prepare(key, request)
         values = tensor.detach().float() if known.widened else tensor
         with self._lock:
-            # A caller may drop its work and its tensor while the operation is under way, or be interrupted right here.
+            # A caller may drop its work and its tensor while the operation runs, or be interrupted right here.
             kept = _Kept((known, values, tensor, request.residual, request.share))
             self._pending.append(kept)
             residual_ptr = None if request.residual is None else request.residual.data_ptr()
@@ -157,7 +157,7 @@ class SharedReducer:
                 raise
             self._write_down(NativeEntry(self._recorder, number, known.info))
             for earlier in self._pending:
-                if earlier.number is None:  # this one, or one that was interrupted and is queued before it, if at all
+                if earlier.number is None:  # this one, or an interrupted one, which if queued at all precedes it
                     earlier.number = number if earlier is kept else number - 1
             self._release(completed)
         result, completions = request.result, self._context.completions
@@ -168,7 +168,7 @@ class SharedReducer:
 
     @property
     def topology(self) -> Topology:
-        """Return how allreduces go between ranks, unless another algorithm is faster for one."""
+        """Return the topology of allreduces for which no other algorithm is faster."""
         return self._chooser.topology
 
     def _topology_for(self, request: Request, layers: Sequence[Layer]) -> Topology:
@@ -180,7 +180,7 @@ class SharedReducer:
         return self._chooser.topology_for(layers, request.tensor.element_size(), slice_nbytes)
 
     def release(self, completed: int) -> None:
-        """Let go of the tensors of operations up to this number, which are done."""
+        """Release the tensors of the operations up to this number, which are done."""
         with self._lock:
             self._release(completed)
 
@@ -193,7 +193,7 @@ class SharedReducer:
         tensor, context = request.tensor, self._context
         layers = cut(request, context)
         topology = self._topology_for(request, layers)
-        # Partial sums, of a ring or a node, would be rounded to 16 bits, and might overflow.
+        # Partial sums of a ring or a node would be rounded to 16 bits, and might overflow.
         is_short = tensor.element_size() == 2 and not request.only_moves
         widened = self._shared.linked and is_short and topology.sums_in_steps
         plan = make_plan(
@@ -231,7 +231,7 @@ class SharedReducer:
         self._shared.reset_stats()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Requests bring theirs."""
+        """Do nothing: every request has its own timeout."""
 
     def close(self) -> None:
         self._shared.close()
@@ -239,7 +239,7 @@ class SharedReducer:
 
 
 class PlainReducer:
-    """Run requests over Gloo with a `PlainEngine`, in one order with the other calls that Gloo carries."""
+    """The reducer that runs requests over Gloo with a `PlainEngine`, in one order with Gloo's other calls."""
 
     def __init__(self, engine: PlainEngine, ledger: Ledger, context: GroupContext) -> None:
         self._engine = engine
@@ -257,7 +257,7 @@ class PlainReducer:
         reduction = make_reduction(request, meaning, context)
         timeout = timedelta(milliseconds=request.timeout_ms)
         with context.lock:
-            # On the thread that starts what Gloo carries: a caller that is interrupted leaves nothing half done.
+            # It runs on the thread that starts Gloo's calls, so that an interrupted caller leaves nothing half done.
             with context.recorder.noting_failures():
                 entry = self._ledger.enter(call, asynchronous=True, timeout=timeout)
             trail = begin_trail(request, context, reduction, entry.number)
@@ -273,7 +273,7 @@ class PlainReducer:
         except Exception as error:
             told = error
             if not isinstance(told, RuntimeError) or (not isinstance(told, CGXError) and trouble_of(told) is None):
-                told = CGXError(f"the operation failed: {error}")  # this rank's own, which its peers have to be told
+                told = CGXError(f"the operation failed: {error}")  # this rank's own error, which peers must be told
             failure = entry.explained(told)
             trail.finish(failure)
             self._context.recorder.fail(failure)
@@ -289,7 +289,7 @@ class PlainReducer:
         self._engine.reset_figures()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Requests bring theirs."""
+        """Do nothing: every request has its own timeout."""
 
     def close(self) -> None:
-        """Do nothing: the group's ledger ends what Gloo carries."""
+        """Do nothing: the group's ledger ends the operations that Gloo carries."""

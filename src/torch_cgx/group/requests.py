@@ -1,6 +1,6 @@
-"""What is asked of a reducer, and what that means to an executor of programs: shared by the reducers of all devices.
+"""Requests to a reducer, and what they mean to an executor of programs. Shared by the reducers of all devices.
 
-A `Request` is one operation; a `Meaning` is what all requests of its shape have in common, found once and kept.
+A `Request` is one operation. A `Meaning` is common to all requests of the same shape. It is computed once and cached.
 """
 
 from __future__ import annotations
@@ -46,38 +46,38 @@ __all__ = [
 ]
 
 _MOVING = ("ALL_GATHER", "EXCHANGE", "BROADCAST")
-PREPARED = 1024  # kept a group; a training has a few dozen shapes
+PREPARED = 1024  # cached per group; a training run has a few dozen shapes
 
 
 @dataclass(slots=True)
 class Request:
-    """One tensor to be reduced in place by SUM or AVG; dense, not empty, of a type that the kernels know.
+    """One tensor to be reduced in place by SUM or AVG. It is dense, not empty, and of a type that the kernels support.
 
-    Or, with `algorithm`, another operation: on a tensor of one share a rank, to be summed up into `share`, gathered in
-    place, or exchanged for the other ranks' shares; or on a tensor of any type, to be broadcast from a root.
+    With `algorithm` it is another operation. The tensor then has one share per rank, to be summed up into `share`,
+    gathered in place, or exchanged for the other ranks' shares. A broadcast takes a tensor of any type.
     """
 
-    operation: str  # what the user called, for the board
+    operation: str  # the call that the user made, for the board
     tensor: Tensor
     result: list[Tensor]
     reduction: str | None  # None: nothing is reduced
     compression: Compression
     timeout_ms: int
     asynchronous: bool  # False: the caller waits at once
-    layers: tuple[Layer, ...] | None = None  # what the tensor, or each share of it, consists of; None: as registered
-    residual: Tensor | None = None  # float32, as long, contiguous: gets what this rank's encoding loses
-    stochastic: bool | None = None  # None: as the group's settings say
+    layers: tuple[Layer, ...] | None = None  # of the tensor, or of each share of it; None: the registered ones
+    residual: Tensor | None = None  # float32, same length, contiguous: receives what this rank's encoding loses
+    stochastic: bool | None = None  # None: the group's setting
     algorithm: str | None = None  # REDUCE_SCATTER, ALL_GATHER, EXCHANGE or BROADCAST; None: an allreduce
-    # Of a reduce-scatter: holds this rank's own values of its share, and gets the sum. Of an exchange: gets all shares
-    # but its own.
+    # In a reduce-scatter it holds this rank's own values of its share, and receives the sum. In an exchange it receives
+    # all shares except this rank's own.
     share: Tensor | None = None
-    factor: float = 1.0  # the sum is multiplied by it, as PREMUL_SUM asks
-    shape: tuple[int, ...] | None = None  # of what the user called with, for the board; None: the tensor's
+    factor: float = 1.0  # the sum is multiplied by it, for PREMUL_SUM
+    shape: tuple[int, ...] | None = None  # of the caller's tensor, for the board; None: the shape of `tensor`
     root: int | None = None  # of a broadcast
 
     @property
     def only_moves(self) -> bool:
-        """Return whether values are neither computed with nor compressed, so that they count as bytes."""
+        """Return whether values are only moved, neither reduced nor compressed, so that they count as bytes."""
         return self.algorithm in _MOVING and self.compression.is_exact
 
 
@@ -91,16 +91,16 @@ def is_stochastic(request: Request, context: GroupContext) -> bool:
 
 
 def scale_of(request: Request, context: GroupContext) -> float:
-    """Return what a sum is multiplied by."""
+    """Return the factor that the sum is multiplied by."""
     return 1.0 / context.world if request.reduction == "AVG" else request.factor
 
 
 def call_of(request: Request, context: GroupContext) -> _native.Call:
-    """Return what the ledger gets of it."""
-    if request.operation == "barrier":  # its values are nobody's business
+    """Return the ledger's entry for a request."""
+    if request.operation == "barrier":  # its values are irrelevant
         return collective_call("barrier")
     tensor, compression = request.tensor, request.compression
-    plain = request.layers is None and context.layers.find(tensor.numel()) is None  # told by bits and block
+    plain = request.layers is None and context.layers.find(tensor.numel()) is None  # bits and block describe it
     plain = plain or (request.algorithm is not None and compression.is_exact)
     told = (tensor.stride(), cut(request, context), *((request.factor,) if request.factor != 1.0 else ()))
     return collective_call(
@@ -118,16 +118,16 @@ def call_of(request: Request, context: GroupContext) -> _native.Call:
 
 @dataclass(slots=True)
 class Meaning:
-    """What a request means to an executor of programs, but for its tensor and its number."""
+    """A request as an executor of programs sees it, without its tensor and its number."""
 
-    layers: tuple[Layer, ...] | None  # the request's own: as long as they live here, no others have their id
+    layers: tuple[Layer, ...] | None  # the request's own; kept alive here so that no other object gets their id
     topology: Topology
     layout: Layout
-    widened: bool  # in a float32 copy: sums of several steps would be rounded to 16 bits, and might overflow, between
+    widened: bool  # in a float32 copy: 16-bit partial sums would be rounded between steps, and might overflow
     agreed: int
     compressed: bool
     payload_nbytes: int
-    call: _native.Call | None = None  # what the board says of it, once asked
+    call: _native.Call | None = None  # its entry on the board, made on first use
 
 
 class Meanings:
@@ -147,7 +147,7 @@ class Meanings:
         return self._kept.get(key) or self._find(key, request, slice_nbytes)
 
     def call(self, request: Request, meaning: Meaning) -> _native.Call:
-        """What the board says of it."""
+        """Return the board's entry for a request."""
         if meaning.call is None:
             meaning.call = call_of(request, self._context)
         return meaning.call
@@ -172,13 +172,13 @@ class Meanings:
 
 
 def share_meanings(context: GroupContext) -> dict[str, Meanings]:
-    """Return caches for reduce-scatters and all-gathers, which go from rank to rank whatever nodes these are on."""
+    """Return the caches for reduce-scatters and all-gathers, which go directly from rank to rank on any nodes."""
     flat = {algorithm: Topology.flat(algorithm, context.world) for algorithm in IN_SHARES}
     return {algorithm: Meanings(context, Chooser.fixed(topology)) for algorithm, topology in flat.items()}
 
 
 class Counts:
-    """What was done, as far as it is known when an operation is submitted."""
+    """The statistics that are known when an operation is submitted."""
 
     def __init__(self) -> None:
         names = ("operations", "compressed_operations", "bytes_before", "bytes_after")
@@ -192,14 +192,14 @@ class Counts:
 
 
 def note_change(request: Request) -> None:
-    """Autograd shall notice that values it saved have changed."""
+    """Tell autograd that the values have changed, in case it saved them."""
     changed = request.tensor if request.share is None else request.share
     if not changed.is_inference():
         increment_version(changed)
 
 
 def make_reduction(request: Request, meaning: Meaning, context: GroupContext) -> Reduction:
-    """For an executor of programs, but for its number."""
+    """Return the `Reduction` for a request, not numbered yet."""
     tensor = request.tensor
     note_change(request)
     return Reduction(
@@ -215,8 +215,8 @@ def make_reduction(request: Request, meaning: Meaning, context: GroupContext) ->
 
 
 def info_of(request: Request, payload_nbytes: int | None = None) -> OpInfo:
-    """Return what the flight recorder writes down of a request."""
-    if request.operation == "barrier":  # its values are nobody's business
+    """Return the flight recorder's description of a request."""
+    if request.operation == "barrier":  # its values are irrelevant
         return OpInfo("barrier")
     tensor = request.tensor
     return OpInfo(
@@ -232,7 +232,7 @@ def info_of(request: Request, payload_nbytes: int | None = None) -> OpInfo:
 
 
 def begin_trail(request: Request, context: GroupContext, reduction: Reduction, number: int) -> Trail:
-    """Write a request down in the flight recorder."""
+    """Record a request in the flight recorder."""
     topology, recorder = reduction.topology, context.recorder
     way = topology.algorithm if topology.is_flat else f"{topology.algorithm} of {max(topology.nodes) + 1} nodes"
     payload_nbytes = sum(chunk.nbytes for part in reduction.layout.slices for chunk in part.chunks)
@@ -250,5 +250,5 @@ def is_compressed(layers: Sequence[Layer]) -> bool:
 
 
 def stable_hash(facts: Sequence[object]) -> int:
-    """The same in every process, as `hash` of a string is not."""
+    """Return a hash that is identical in every process, unlike `hash` of a string."""
     return zlib.crc32(repr(facts).encode())

@@ -1,9 +1,9 @@
-"""Reduce-scatters and all-gathers, of tensors of which every rank has a share. No arithmetic.
+"""Reduce-scatters and all-gathers of tensors with one share per rank. No arithmetic.
 
-Only `torch_cgx.compressed`, or a caller with layers of its own (FSDP2's), compresses them. Exact ones of CPU tensors
-run as the same programs where the native engine is there, all-gathers of all types. Otherwise Gloo or NCCL gathers,
-and a reduce-scatter of CPU tensors is an allreduce of a copy. That is what Gloo makes of it too, whose own handle can
-neither be polled nor interrupted.
+Only `torch_cgx.compressed`, or a caller with layers of its own (FSDP2's), compresses them. With the native engine,
+exact ones of CPU tensors run as the same programs; all-gathers do so for all types. Otherwise Gloo or NCCL gathers, and
+a reduce-scatter of CPU tensors is an allreduce of a copy. Gloo does the same internally, but its handle can neither be
+polled nor interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 class Shares:
-    """Decide who carries a reduce-scatter or an all-gather."""
+    """Decides who carries a reduce-scatter or an all-gather."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Shares:
         stochastic: bool | None,
         asynchronous: bool,
     ) -> Any:
-        """Sum up this rank's share, which consists of these layers, as every share does."""
+        """Sum up this rank's share. Every share consists of these layers."""
         opts = _options(c10d.ReduceScatterOptions, op, asynchronous)
         compression = widest_compression(layers)
         _check_layers("reduce_scatter_tensor", layers, output.numel())
@@ -77,7 +77,7 @@ class Shares:
     def all_gather_layers(
         self, output: Tensor, input: Tensor, layers: tuple[Layer, ...], stochastic: bool | None, asynchronous: bool
     ) -> Any:
-        """Gather shares of these layers."""
+        """Gather the shares of all ranks. Every share consists of these layers."""
         opts = _options(c10d.AllgatherOptions, None, asynchronous)
         compression = widest_compression(layers)
         _check_layers("all_gather_into_tensor", layers, input.numel())
@@ -127,7 +127,7 @@ class Shares:
         compression = self._compression_for(input, input.numel())
         alike = len(shares) == self._world and all(_same_kind(share, input) for share in shares)
         exact = compression.is_exact
-        # Gloo wants one shape, too; what it refuses is refused for all types alike.
+        # Gloo also requires one shape. Its refusals then hold for all types.
         ours = not exact or (self._runs_exactly(input) and all(share.shape == input.shape for share in shares))
         if not ours or not alike or self._sides.of(input).enqueues:
             return self._torch.all_gather(outputs, inputs, opts)
@@ -154,13 +154,13 @@ class Shares:
         return self._reduce_scatter("reduce_scatter_tensor", output, input, layers, opts, EXACT)
 
     def _all_gather_exactly(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        # Only what Gloo takes, no stack of inputs say: then all dtypes behave alike.
+        # Only shapes that Gloo takes, so no stack of inputs: then all dtypes behave identically.
         if not self._runs_pair_exactly(input, output) or not _is_concatenation(output, input, self._world):
             return self._torch.all_gather_into_tensor(output, input, opts)
         return self._all_gather("all_gather_into_tensor", output, input, exact_bytes_of(input), opts, EXACT)
 
     def _runs_pair_exactly(self, share: Tensor, whole: Tensor) -> bool:
-        """Return whether the engine carries these exactly. A call that is wrong is left for torch to refuse."""
+        """Return whether the engine carries these uncompressed. A wrong call is left for torch to refuse."""
         return (
             self._runs_exactly(share)
             and self._runs_exactly(whole)
@@ -203,7 +203,7 @@ class Shares:
         return self._scatter_sum("reduce_scatter", buffer, mine, output, opts)
 
     def _scatter_sum(self, operation: str, buffer: Tensor, mine: Tensor, output: Tensor, opts: Any) -> Any:
-        """Reduce a copy of the inputs, then take this rank's share."""
+        """Reduce a copy of the inputs, then copy this rank's share to the output."""
         work = self._all_reduces.all_reduce_exactly(operation, buffer, opts)
         return CompositeWork([work], lambda: output.detach().copy_(mine), [output], self._context.completions)
 
@@ -240,7 +240,7 @@ class Shares:
         share = output.detach() if lies_flat(output) else torch.empty_like(output, memory_format=_CONTIGUOUS)
         share = share.view(-1)
         if share.data_ptr() != values.view(self._world, -1)[self._rank].data_ptr():
-            if overlap(values, share):  # the sum would be written over what is still to be sent
+            if overlap(values, share):  # the sum would overwrite values that are still to be sent
                 values = values.clone()
             copy_values(share, values.view(self._world, -1)[self._rank])
         reduction = reduction_name(opts.reduceOp)
@@ -270,7 +270,7 @@ class Shares:
         return self._submitter.submit_into(request, self._sides.of(values), output, gathered)
 
     def _check_pair(self, operation: str, share: Tensor, whole: Tensor, output: Tensor) -> None:
-        """Check a share and the tensor of all ranks' shares, one of which is the output."""
+        """Check a share and the tensor of all ranks' shares. One of the two is the output."""
         self._context.check_usable()
         for tensor in (share, whole):
             (check_output if tensor is output else check_input)(operation, tensor)
@@ -284,29 +284,29 @@ class Shares:
 
 
 def is_movable(tensor: Tensor, sides: Sides) -> bool:
-    """Return whether the engine can move this tensor's values, whatever they are."""
+    """Return whether the engine can move this tensor's values, regardless of their type."""
     return (
         sides.of(tensor).carries_exact
         and tensor.layout is torch.strided
         and not tensor.is_nested  # strided, but without a shape
         and tensor.numel() > 0
-        and tensor.data_ptr() != 0  # a subclass that only wraps others
+        and tensor.data_ptr() != 0  # 0: a subclass that only wraps other tensors
     )
 
 
 def lies_flat(tensor: Tensor) -> bool:
-    """Return whether its memory holds its values, one after the other."""
+    """Return whether the tensor's memory holds its values one after the other."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()) and tensor.data_ptr() != 0
 
 
 def exact_bytes_of(share: Tensor) -> tuple[Layer, ...]:
-    """Return the only layer of values that are moved as they are."""
+    """Return the single layer of a share that is moved unchanged, as bytes."""
     return _exact_layer_of(share.numel() * share.element_size())
 
 
 @lru_cache(maxsize=1024)
 def _layers_of(numel: int, compression: Compression, settings: Settings) -> tuple[Layer, ...]:
-    """Return the same object for the same share: reducers cache what they have prepared by it."""
+    """Return the same object for equal shares, because reducers use its identity as a cache key."""
     return (layer_of(numel, compression, settings),)
 
 
@@ -317,7 +317,7 @@ def _exact_layer_of(numel: int) -> tuple[Layer, ...]:
 
 def _options(kind: Any, op: Any, asynchronous: bool) -> Any:
     opts = options_from(kind, op)
-    if hasattr(opts, "asyncOp"):  # torch 2.6 has it not, and all counts as asynchronous there
+    if hasattr(opts, "asyncOp"):  # torch 2.6 lacks it, and there every call counts as asynchronous
         opts.asyncOp = asynchronous
     return opts
 

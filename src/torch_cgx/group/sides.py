@@ -1,4 +1,4 @@
-"""What serves the tensors of each kind of device: torch's own group for exact operations, an engine for ours."""
+"""A group's sides, one per kind of device: torch's own group for exact operations, and an engine for cgx's own."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["CpuSide", "Side", "Sides"]
 
 
 class Side(Protocol):
-    """One rank's part of a group, as far as the tensors of one kind of device go."""
+    """One rank's part of a group for the tensors of one kind of device."""
 
     carrier: Any  # torch's own group: Gloo or NCCL
     carrier_name: str
     enqueues: bool  # operations are ordered by streams, and the carrier checks its tensors itself
-    carries_exact: bool  # the reducer runs exact operations too, faster than the carrier
-    compresses: bool  # the reducer compresses what it is asked to
-    coalescing: bool  # the carrier is gathering calls, which it will launch as one
+    carries_exact: bool  # the reducer also runs exact operations, faster than the carrier
+    compresses: bool  # the reducer can compress
+    coalescing: bool  # the carrier is collecting calls, which it will launch as one
 
     @property
     def reducer(self) -> Reducer:
-        """What runs our programs."""
+        """Return the reducer that runs cgx's programs."""
 
     def together(self, parts: list[Any], result: list[Tensor], completions: Completions) -> Work:
         """Return one handle on the operations of a coalesced call."""
@@ -43,7 +43,7 @@ class Side(Protocol):
 
 
 class CpuSide:
-    """Serve CPU tensors."""
+    """The side for CPU tensors."""
 
     carrier_name = "gloo"
     enqueues = False
@@ -68,7 +68,10 @@ class Sides:
     """The sides of a group, by kind of device. CPU tensors always have one."""
 
     def __init__(self, host: Side, by_kind: Mapping[str, Side], without_cuda: str) -> None:
-        """`host` serves what has no tensor; `without_cuda` names the ranks that keep the group from CUDA tensors."""
+        """Keep the sides by kind of device.
+
+        `host` also serves calls without a tensor. `without_cuda` names the ranks that keep the group from CUDA tensors.
+        """
         self.host = host
         self._by_kind = {"cpu": host, **by_kind}
         self._without_cuda = without_cuda
@@ -90,14 +93,14 @@ class Sides:
         raise ValueError(f"backend cgx: expected tensors on cpu, or on cuda with NCCL; got one on {device}")
 
     def for_barrier(self, device: torch.device | None) -> Side:
-        """Return the side of this device or, where the group has none for it, that of the host.
+        """Return the side of this device, or the host's if the group has none for it.
 
-        torch names the accelerator that it has found, whether or not other ranks have one.
+        torch names this rank's accelerator even if other ranks have none.
         """
         return self.host if device is None else self._by_kind.get(device.type, self.host)
 
     def all(self) -> list[Side]:
-        """Return every side once, that of the host first."""
+        """Return every side once, the host's first."""
         return list({id(side): side for side in (self.host, *self._by_kind.values())}.values())
 
 

@@ -1,4 +1,4 @@
-"""Handles on operations of a device: whoever waits lets his stream wait, not the host."""
+"""Handles on operations of a device. A wait makes the caller's stream wait, not the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CoalescedWork", "StagedWork", "StreamWork"]
 
 
 class StreamWork(PolledWork):
-    """An operation that is all enqueued. A limit of time for `wait` means nothing, since it does not wait."""
+    """An operation that is fully enqueued. `wait` ignores its timeout, because it does not block."""
 
     def __init__(
         self, device: Device, where: torch.device, enqueued: Enqueued, result: list[Tensor], completions: Completions
@@ -43,7 +43,10 @@ class StreamWork(PolledWork):
         return self._device.future(self._where)
 
     def settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        """Its readers wait for what is on the stream that is current now: this operation, and none that came later."""
+        """Complete the future on a side stream that waits for this operation, and for no later one.
+
+        Readers of the future wait for the stream that is current when it is set.
+        """
         device, enqueued = self._device, self._enqueued
         stream = device.side_stream(self._where)
         if stream == enqueued.stream:
@@ -54,7 +57,7 @@ class StreamWork(PolledWork):
 
 
 class StagedWork(StreamWork):
-    """An operation that a thread enqueues, payload by payload as they come: the host waits until it has."""
+    """An operation that a thread enqueues, payload by payload as they arrive. The host waits until all is enqueued."""
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class StagedWork(StreamWork):
         return super().wait()
 
     def is_completed(self) -> bool:
-        """Not when all is enqueued, which `poll` tells, but when the device is done too."""
+        """Return whether the device is done too. `poll` only tells whether all is enqueued."""
         return super().is_completed() and (self._failure is not None or self._device.is_done(self._enqueued.done))
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:

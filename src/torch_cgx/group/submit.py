@@ -1,4 +1,4 @@
-"""Hand operations to a side's reducer, under the names that a profiler shows."""
+"""Submission of operations to a side's reducer, under the names that a profiler shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Submitter"]
 
 
 class Submitter:
-    """Make requests of one group, and submit them."""
+    """The submitter of one group, which makes requests and hands them to reducers."""
 
     def __init__(self, context: GroupContext) -> None:
         self._context = context
@@ -37,9 +37,9 @@ class Submitter:
         layers: tuple[Layer, ...] | None,
         stochastic: bool | None = None,
     ) -> Request:
-        """Return a request with the options of a call."""
+        """Return a request with the options of a torch call."""
         timeout_ms = self._context.milliseconds(opts.timeout)
-        asynchronous = getattr(opts, "asyncOp", True)  # torch 2.6 has it not everywhere
+        asynchronous = getattr(opts, "asyncOp", True)  # torch 2.6 does not have it everywhere
         return Request(
             *(operation, values, result, reduction, compression, timeout_ms, asynchronous),
             layers=layers,
@@ -54,12 +54,12 @@ class Submitter:
         bits = "" if request.only_moves else f" {request.compression.bits} bits"
         with record_function(f"cgx::{request.operation}{bits}"):
             work = side.reducer.submit(request)
-        if not side.enqueues:  # what runs on a device, the profiler sees there
+        if not side.enqueues:  # the profiler sees a device's work on the device
             self._context.completions.watch(work, f"cgx::run {request.operation}")
         return work
 
     def submit_into(self, request: Request, side: Side, output: Tensor, written: Tensor) -> PolledWork:
-        """Start an operation that writes into `written`: the output, or what is copied there in the end."""
+        """Start an operation that writes into `written`: the output, or a buffer that is copied there at the end."""
         copied = written.data_ptr() != output.data_ptr()
         if copied:
             request.asynchronous = True
@@ -71,5 +71,5 @@ class Submitter:
 
 
 def _is_profiled() -> bool:
-    # The second knows of this thread alone, and nothing of a profiler that was started with profile_all_threads.
+    # The second covers only this thread, and not a profiler that was started with profile_all_threads.
     return profiler._is_profiler_enabled or _profiler_enabled()

@@ -1,8 +1,8 @@
-"""SIGUSR2 writes the flight recorder's file, even while the main thread hangs inside somebody's native code.
+"""Write the flight recorder's file on SIGUSR2, even while the main thread hangs in native code.
 
-The native library's handler only adds to an eventfd, whichever thread gets the signal; a thread of ours reads that and
-writes. Where the native library is missing, Python's own handler does it, which runs only while the main thread runs
-Python now and then (it does in our waits). A handler that the user has, or sets later, is left alone.
+The native library's handler only adds to an eventfd, on whichever thread gets the signal. A thread of ours reads the
+eventfd and writes the file. Without the native library a Python handler is used. It runs only when the main thread
+executes Python, which it does in our waits. A handler that the user has set, or sets later, is left alone.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["SIGNAL", "listen"]
 
 SIGNAL = signal.SIGUSR2
 
-_listening: list[int] = []  # the process whose signals are heard
+_listening: list[int] = []  # the process that listens
 
 
 def listen(write: Callable[[str], object]) -> None:
-    """From now on the signal calls `write`; said again in a process that listens already, it does nothing."""
+    """Call `write` whenever the signal arrives. Does nothing in a process that is already listening."""
     if os.getpid() in _listening:
         return
     lib = _native.library()
     if lib is None or not hasattr(os, "eventfd"):
-        # From another thread than the main one Python sets no handlers.
+        # Python sets handlers from the main thread only.
         with contextlib.suppress(ValueError):
             if signal.getsignal(SIGNAL) is signal.SIG_DFL:
                 signal.signal(SIGNAL, lambda *_: threading.Thread(target=write, args=("signal",)).start())

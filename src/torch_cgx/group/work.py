@@ -1,7 +1,7 @@
-"""Handles on operations under way: what `all_reduce(..., async_op=True)` returns.
+"""Handles on operations in progress, as `all_reduce(..., async_op=True)` returns them.
 
-Waiting happens in slices, natively and without the GIL; between two slices Python looks at signals, so that Ctrl-C
-ends a wait. Futures are completed by threads of their own (futures.py).
+Waits run in slices, natively and without the GIL. Between slices Python handles signals, so that Ctrl-C ends a wait.
+Futures are completed by threads of their own (futures.py).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CompositeWork", "DoneWork", "EndOf", "PolledWork", "SharedWork", "TorchWork"]
 
-_CARRIED_SLICE_MS = 20  # between two looks at whether peers live, for operations that Gloo carries
+_CARRIED_SLICE_MS = 20  # between two checks that peers live, for operations that Gloo carries
 
 
-# Older torch lets the Python part of a Work die while C++ has it, which then waits for ever (seen with 2.6, in the
-# first all_gather of DDP; not with 2.13). C++ waits for one at once, or asks for its future: the last few are enough.
+# Older torch lets the Python part of a Work die while C++ holds it, which then waits forever (seen with 2.6, in the
+# first all_gather of DDP; not with 2.13). C++ waits at once, or asks for the future, so the last few are enough.
 _kept: deque[PolledWork] = deque(maxlen=16 if torch.__version__ < "2.13" else 0)
 
 
 class PolledWork(Work):
-    """What the kinds of work share: `_poll` waits for at most a slice, and raises what the operation failed with."""
+    """The base class of all handles. `_poll` waits for at most one slice, and raises the operation's error."""
 
     def __init__(self, result: list[torch.Tensor], completions: Completions) -> None:
         super().__init__()
@@ -50,15 +50,15 @@ class PolledWork(Work):
         raise NotImplementedError
 
     def _abandoned(self) -> None:
-        """The waiting caller was interrupted."""
+        """React to an interrupt of the waiting caller."""
 
     @property
     def done(self) -> bool:
-        """Whether it was seen to end; without a look."""
+        """Return whether the operation is known to have ended, without checking again."""
         return self._done or self._failure is not None
 
     def poll(self, slice_ms: int) -> bool:
-        """Wait for at most a slice; whether it is done."""
+        """Wait for at most one slice. Return whether the operation is done."""
         if self._failure is not None:
             raise self._failure
         if not self._done:
@@ -72,7 +72,7 @@ class PolledWork(Work):
         return self._done
 
     def _failed(self, failure: Exception) -> None:
-        """It was seen to fail."""
+        """React to the operation's failure."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
@@ -108,11 +108,11 @@ class PolledWork(Work):
         return self._completions.future_of(self)
 
     def new_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """One for its result."""
+        """Return a future for the result."""
         return torch.futures.Future()
 
     def settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
-        """Give it the result, once that is there; runs its callbacks."""
+        """Complete the future with the result, which runs its callbacks. Called once the result is there."""
         future.set_result(self._result)
 
 
@@ -142,12 +142,12 @@ class SharedWork(PolledWork):
         self._group.kick()
 
     def native_seconds(self) -> float:
-        """From submission to completion by the native thread's clock."""
+        """Return the seconds from submission to completion, by the native thread's clock."""
         return self._group.native_seconds(self._number)
 
 
 class TorchWork(PolledWork):
-    """An operation that a torch group carries, and whose ledger entry is asked for trouble."""
+    """An operation that a torch group carries. While it waits, it checks its ledger entry for trouble."""
 
     def __init__(
         self, inner: Any, entry: Entry, result: list[torch.Tensor], completions: Completions, trail: Trail
@@ -196,7 +196,7 @@ class TorchWork(PolledWork):
 
 
 class CompositeWork(PolledWork):
-    """Several operations that make one, and what is to be done once when all are."""
+    """Several operations handled as one. `finish` runs once, when all of them are done."""
 
     def __init__(
         self, parts: list[Any], finish: Callable[[], object], result: list[torch.Tensor], completions: Completions
@@ -221,7 +221,7 @@ class CompositeWork(PolledWork):
 
 
 class EndOf:
-    """A part of a composite work that has only to end; what it fails with, its own handle raises."""
+    """A part of a composite work that only has to end. Its error is raised by its own handle."""
 
     def __init__(self, work: PolledWork) -> None:
         self._work = work
@@ -237,7 +237,7 @@ class EndOf:
 
 
 class DoneWork(PolledWork):
-    """An operation that needed nothing."""
+    """An operation that had nothing to do."""
 
     def _poll(self, slice_ms: int) -> bool:
         return True

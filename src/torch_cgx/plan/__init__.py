@@ -1,1 +1,1 @@
-"""A collective as data: programs, what they are laid out on, proofs and simulations of them. Pure."""
+"""Collectives as data: programs, their layouts, and the code that proves and simulates them. Pure."""

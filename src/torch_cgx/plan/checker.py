@@ -1,6 +1,6 @@
-"""Proves programs right: that those of all ranks make one allreduce, reduce-scatter, all-gather, broadcast or exchange.
+"""Proof that all ranks' programs make one allreduce, reduce-scatter, all-gather, broadcast or exchange.
 
-They are run without values: what is followed is whose contributions a slot or a chunk holds, how often each was
+Programs are run without values. The checker tracks whose contributions a slot or a chunk holds, how often each was
 quantized, and from which payload its bits come.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Message(NamedTuple):
-    """A payload on its way."""
+    """A payload in flight."""
 
     sender: int
     receiver: int
@@ -36,12 +36,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a set of correct programs costs."""
+    """The cost of a set of correct programs."""
 
-    quantizations: dict[int, int]  # by chunk: how often the contribution that suffers most is quantized
-    messages: tuple[int, ...]  # by rank: how many it sends
-    sent_nbytes: tuple[int, ...] | None  # by rank; None where the chunks' sizes were not told
-    sent: tuple[Message, ...]  # all of them, by sender
+    quantizations: dict[int, int]  # by chunk: how often the most quantized contribution is quantized
+    messages: tuple[int, ...]  # by rank: the number that it sends
+    sent_nbytes: tuple[int, ...] | None  # by rank; None if the chunks' sizes were not given
+    sent: tuple[Message, ...]  # all messages, by sender
 
 
 def check(
@@ -51,14 +51,14 @@ def check(
 ) -> Report:
     """Prove that the programs of ranks 0, 1, ... make one allreduce; raise `ProgramError` if they do not.
 
-    1. Every receive meets exactly one send, and every send one receive. What is received is coded as the receiver
-       says, and sent at a lower level than it is received.
-    2. Run without values, no rank waits for ever, no slot is read before it is written or written twice, and what
-       is summed in one step is coded alike.
-    3. No sum counts a contribution twice, and none is scaled twice or added to once it is scaled.
-    4. In the end every rank holds every chunk that anybody touched, all from the same payload; and that is the sum of
-       the contributions of all ranks, scaled.
-    5. A rank quantizes a chunk at most once, so that what it loses of each value is one number: its residual.
+    1. Every receive meets exactly one send, and every send one receive. A payload is coded as its receiver says, and
+       sent at a lower level than it is received.
+    2. Run without values, no rank waits forever, no slot is read before it is written or written twice, and the
+       inputs of one step have the same coding.
+    3. No sum counts a contribution twice, and none is scaled twice or added to after it is scaled.
+    4. In the end every rank holds every chunk that any program touched, all from the same payload. That payload is the
+       scaled sum of the contributions of all ranks.
+    5. A rank quantizes a chunk at most once, so that its loss per value is one number: its residual.
 
     A chunk that no program touches is empty and needs nothing. `chunk_nbytes` and `exact_nbytes` are the lengths of
     the chunks' payloads, compressed and exact.
@@ -70,8 +70,8 @@ def check(
 def check_reduce_scatter(programs: Sequence[Program], chunk_nbytes: Sequence[int] | None = None) -> Report:
     """Prove that the programs make one reduce-scatter.
 
-    That is 1 to 3 and 5 of `check`, that rank c's share ends as the sum of the contributions of all
-    ranks to chunk c, scaled, each quantized at most once, and that values are only read.
+    Check 1 to 3 and 5 of `check`. Also check that rank c's share ends as the scaled sum of the contributions of all
+    ranks to chunk c, each quantized at most once, and that values are only read.
     """
     ranks = _run(programs)
     return _report(ranks, _check_shares(ranks), chunk_nbytes)
@@ -80,8 +80,8 @@ def check_reduce_scatter(programs: Sequence[Program], chunk_nbytes: Sequence[int
 def check_all_gather(programs: Sequence[Program], chunk_nbytes: Sequence[int] | None = None) -> Report:
     """Prove that the programs make one all-gather.
 
-    That is 1, 2 and 5 of `check`, and that in the end all ranks, rank c included, hold chunk c
-    from the same payload, which rank c made of its own values.
+    Check 1, 2 and 5 of `check`. Also check that in the end all ranks, rank c included, hold chunk c from the same
+    payload, which rank c made from its own values.
     """
     ranks = _run(programs)
     return _report(ranks, _check_gathered(ranks), chunk_nbytes)
@@ -90,8 +90,8 @@ def check_all_gather(programs: Sequence[Program], chunk_nbytes: Sequence[int] | 
 def check_broadcast(programs: Sequence[Program], root: int, chunk_nbytes: Sequence[int] | None = None) -> Report:
     """Prove that the programs make one broadcast.
 
-    That is 1 and 2 of `check`, that in the end all ranks but the root hold every chunk from an exact payload of the
-    root's values, and that the root only reads its own.
+    Check 1 and 2 of `check`. Also check that in the end all ranks but the root hold every chunk from an exact payload
+    of the root's values, and that the root only reads its own.
     """
     ranks = _run(programs)
     for chunk in _touched(ranks):
@@ -105,8 +105,8 @@ def check_broadcast(programs: Sequence[Program], root: int, chunk_nbytes: Sequen
 def check_exchange(programs: Sequence[Program], chunk_nbytes: Sequence[int] | None = None) -> Report:
     """Prove that the programs make one exchange.
 
-    That is 1 and 2 of `check`, where a payload may be decoded over another chunk, and that in the end rank r holds in
-    chunk c what rank c held in chunk r, exactly.
+    Check 1 and 2 of `check`, but let a payload be decoded over another chunk. Also check that in the end chunk c of
+    rank r holds exactly the values that rank c had in chunk r.
     """
     ranks = _run(programs, moving=True)
     for rank in ranks:
@@ -116,14 +116,14 @@ def check_exchange(programs: Sequence[Program], chunk_nbytes: Sequence[int] | No
 
 
 def _check_from(content: _Content, source: int, chunk: int) -> None:
-    """Raise unless these are the values that one rank had of a chunk, never quantized."""
+    """Raise unless these are one rank's values of a chunk, never quantized."""
     if content.quantizations != {source: 0} or content.chunk != chunk:
         held = f"chunk {content.chunk} of {content.quantizations}"
         raise ProgramError(f"chunk {chunk}: expected the values of rank {source}, exactly, got {held}")
 
 
 def _run(programs: Sequence[Program], *, moving: bool = False) -> list[_Rank]:
-    """`moving`: whether a payload may be decoded over another chunk than it was made of."""
+    """Run the programs without values. `moving`: whether a payload may be decoded over a chunk other than its own."""
     _check_messages(programs)
     ranks = [_Rank(rank, program, moving) for rank, program in enumerate(programs)]
     _simulate(ranks)
@@ -155,7 +155,7 @@ def _report(
 
 
 class _Origin(NamedTuple):
-    """The payload that the bits of values come from, by who first held it. The same origin means the same bits."""
+    """The payload that the bits of values come from, named by the rank that made it. Equal origins mean equal bits."""
 
     rank: int
     slot: str
@@ -166,11 +166,11 @@ class _Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What values of a chunk, encoded or not, stand for: a sum of contributions."""
+    """The meaning of a chunk's values, encoded or not: a sum of contributions."""
 
     chunk: int
     quantizations: dict[int, int]  # by contributing rank: how often its share was quantized
-    origin: _Origin | None = None  # None: values of a rank's own
+    origin: _Origin | None = None  # None: a rank's own values
     scaled: bool = False
     exact: bool = False  # how the payload is coded
 
@@ -186,7 +186,7 @@ class _Rank:
     level: int = 0
     slots: dict[str, tuple[_Content, ...]] = field(default_factory=dict)  # by chunk
     values: dict[int, _Content] = field(default_factory=dict)
-    shares: dict[int, _Content] = field(default_factory=dict)  # what sums are made in, beside the values
+    shares: dict[int, _Content] = field(default_factory=dict)  # the outputs of `Sum`, separate from the values
     sent: list[Message] = field(default_factory=list)
     quantized: Counter[int] = field(default_factory=Counter)  # how often, by chunk
 
@@ -215,7 +215,7 @@ class _Rank:
         return self.values.get(chunk) or _Content(chunk, {self.rank: 0})
 
     def share(self, chunk: int) -> _Content:
-        """Which holds a copy of this rank's own values at first."""
+        """Return this rank's share of a chunk, at first a copy of its own values."""
         return self.shares.get(chunk) or _Content(chunk, {self.rank: 0})
 
     def inputs(self, slots: Iterable[str], chunk: int, exact: bool) -> list[_Content]:
@@ -228,7 +228,7 @@ class _Rank:
         return contents
 
     def total(self, contents: Iterable[_Content], chunk: int, scaled: bool) -> _Content:
-        """The sum of these, not encoded."""
+        """Return the sum of these contents, not encoded."""
         quantizations: dict[int, int] = {}
         parts = list(contents)
         for content in parts:
@@ -282,7 +282,7 @@ def _check_messages(programs: Sequence[Program]) -> None:
 
 
 def _simulate(ranks: Sequence[_Rank]) -> None:
-    """Let every rank go on until it waits for a message, again and again, until all are through."""
+    """Run every rank until it waits for a message, again and again, until all ranks are done."""
     messages: dict[tuple[int, int, str], tuple[tuple[_Content, ...], int]] = {}  # and the level of the send
     waiting_for: dict[tuple[int, int, str], _Rank] = {}
     runnable = list(reversed(ranks))
@@ -346,7 +346,10 @@ def _compute(rank: _Rank, step: Compute) -> None:
 
 
 def _circular_wait(stuck: Sequence[_Rank]) -> ProgramError:
-    """Every receive has its send, so who is stuck waits for somebody stuck: follow that until it closes."""
+    """Return an error that names the circle of waiting ranks.
+
+    Every receive has its send, so a stuck rank waits for another stuck rank. Follow them until the circle closes.
+    """
     waits = {rank.rank: rank for rank in stuck}
     seen: list[_Rank] = []
     rank = stuck[0]
@@ -361,7 +364,7 @@ def _circular_wait(stuck: Sequence[_Rank]) -> ProgramError:
 
 
 def _touched(ranks: Sequence[_Rank]) -> list[int]:
-    """The chunks that are not empty."""
+    """Return the chunks that are not empty."""
     steps = (step for rank in ranks for step in rank.program)
     return sorted({chunk for step in steps if not isinstance(step, (Send, Receive)) for chunk in step.chunks})
 
@@ -413,7 +416,7 @@ def _check_same_bits(chunk: int, results: Sequence[_Content]) -> None:
 
 
 def _check_sum(chunk: int, result: _Content, world: int) -> int:
-    """That it has all contributions and is scaled; how often the one that suffers most is quantized."""
+    """Check that the sum is complete and scaled. Return how often its most quantized contribution is quantized."""
     missing = sorted(set(range(world)) - result.quantizations.keys())
     if missing:
         raise ProgramError(f"chunk {chunk}: the sum misses the contributions of ranks {missing}")

@@ -1,7 +1,7 @@
-"""What messages and kernels cost, and which algorithm between nodes is the fastest by that.
+"""The cost of messages and kernels, and the choice of the fastest algorithm between nodes.
 
 `estimate` is a closed form, so that a group can afford it for every new shape: 10 us, where the simulator takes
-milliseconds. `cgx plan` chooses by it too, and simulates what was chosen. The model, per rank that speaks for a node:
+milliseconds. `cgx plan` also chooses with it, and simulates its choice. The model, per rank that speaks for a node:
 
     seconds = start + max(processor, link) + hops * latency
 
@@ -27,12 +27,12 @@ _INF = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What carries messages between two ranks."""
+    """The path that carries messages between two ranks."""
 
     bytes_per_s: float = _INF  # each way
     latency_s: float = 0.0
-    message_s: float = 0.0  # of a processor, at each end
-    byte_s: float = 0.0  # the same, for each byte
+    message_s: float = 0.0  # processor time per message, at each end
+    byte_s: float = 0.0  # processor time per byte, at each end
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
@@ -43,40 +43,40 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of kernels, in bytes of values a second, whatever the payload's bits are."""
+    """Speeds of kernels, in bytes of values per second, at any number of bits."""
 
     encode: float = _INF
     decode: float = _INF
-    add: float = _INF  # decode, and add to what is there
+    add: float = _INF  # decode, and add to the values
     reduce: float = _INF  # with one input
-    more: float = _INF  # each further input of a reduce
+    more: float = _INF  # per further input of a reduce
     copy: float = _INF  # raw values into a payload, or out of it
-    sum: float = _INF  # raw values added to others, each input
-    call_s: float = 0.0  # before the first value, for each call
+    sum: float = _INF  # raw values added to others, per input
+    call_s: float = 0.0  # per call, before the first value
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """All constants of the model."""
 
-    within: Wire = Wire()  # of each rank, to ranks of its node
-    between: Wire = Wire()  # of each node, to other nodes
+    within: Wire = Wire()  # per rank, to the other ranks of its node
+    between: Wire = Wire()  # per node, to other nodes
     speeds: Speeds = Speeds()
-    cores: float = 2.0  # of each rank, for kernels and transport: see rule 4 of `simulate`
-    start_s: float = 0.0  # of every operation, before its first step
+    cores: float = 2.0  # per rank, for kernels and transport: see rule 4 of `simulate`
+    start_s: float = 0.0  # per operation, before its first step
 
     def with_link(self, bytes_per_s: float | None, message_s: float | None) -> Costs:
-        """Return these costs with what is known of the link between nodes."""
+        """Return these costs with the known figures of the link between nodes."""
         known = {"bytes_per_s": bytes_per_s, "message_s": message_s}
         changes = {name: value for name, value in known.items() if value is not None}
         return replace(self, between=replace(self.between, **changes))
 
 
 ETHERNET = 1448 / 1514
-"""The share of an Ethernet link's rate that TCP's payload has."""
+"""The share of an Ethernet link's rate that is left for TCP's payload."""
 
-# The engine's constants on an AMD EPYC (AVX2) whose nodes have a core each: kernels at 4 bits, one thread, and what
-# benchmarks/plan_validation.py calibrates on two nodes at 10 Gbit/s. One thread of a rank computes and moves bytes.
+# The engine's constants on an AMD EPYC (AVX2) with one core per node: kernels at 4 bits, one thread, and the figures
+# that benchmarks/plan_validation.py calibrates on two nodes at 10 Gbit/s. One thread per rank computes and moves bytes.
 HOST = Costs(
     within=Wire(_INF, 2e-6, 1e-6),
     between=Wire(10e9 / 8 * ETHERNET, 50e-6, 4.5e-6, 0.58e-9),
@@ -87,32 +87,33 @@ HOST = Costs(
     start_s=135e-6,
 )
 
-# NCCL's: usual figures, not measured by us. Kernels of a GPU are so much faster than links that only launches count.
+# NCCL's constants: usual figures, not measured by us. GPU kernels are so much faster than links that only launches
+# count.
 CUDA = Costs(
     within=Wire(_INF, 10e-6, 2e-6),
     between=Wire(10e9 / 8 * ETHERNET, 20e-6, 2e-6),
     speeds=Speeds(call_s=5e-6),
 )
 
-# From how many bits on each may be chosen automatically. GRID quantizes a contribution once more than SRA, which nobody
-# shall get below 4 bits without asking. RING does so up to once per node, and is hardly ever faster: it has the bytes
-# and messages of SRA, and more of them wait for each other. So it is never chosen.
+# The fewest bits at which each algorithm may be chosen automatically. GRID quantizes a contribution once more than SRA.
+# Below 4 bits nobody should get that without asking. RING quantizes up to once per node, and is hardly ever faster: it
+# sends the bytes and messages of SRA, and more of its messages wait for each other. So it is never chosen.
 LEAST_BITS = MappingProxyType({"SRA": 1, "GRID": 4})
 GAIN = 1.25  # how many times as fast as SRA another algorithm must be: its error is about 1.15 times as large
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What one speaker does for one slice."""
+    """The work of one speaker on one slice."""
 
-    messages: int  # that it sends; it receives as many
+    messages: int  # sent; it receives as many
     hops: int
     calls: int  # of kernels
     kernel_s: float
 
 
 def _sra(nodes: int, values: float, speeds: Speeds) -> _Work:
-    """`values`: bytes of a chunk."""
+    """Return the work of SRA. `values`: bytes of a chunk."""
     others = nodes - 1
     seconds = others * values * (1 / speeds.encode + 1 / speeds.decode) + _reduce_s(values, others, speeds)
     return _Work(2 * others, 2, 2 * others + 1, seconds)
@@ -153,7 +154,7 @@ def estimate(
 ) -> float:
     """Return the seconds that an allreduce between `nodes` nodes takes, for one speaker's share of the values.
 
-    `slice_nbytes` is the most bytes of values per slice; values as long as their payload are exact.
+    `slice_nbytes` is the most bytes of values per slice. Values as long as their payload are exact.
     """
     if nodes == 1 or not values_nbytes:
         return 0.0
@@ -180,7 +181,7 @@ def choose(
     costs: Costs,
     algorithms: Collection[str] = tuple(LEAST_BITS),
 ) -> str:
-    """Return the algorithm between nodes that `AUTO` means: SRA, unless another is allowed at these bits and pays.
+    """Return the algorithm that `AUTO` means: SRA, unless another is allowed at these bits and fast enough to pay.
 
     `bits` are the lowest of any layer. All ranks of a group call this with the same arguments.
     """

@@ -1,12 +1,12 @@
-"""How one flat tensor of consecutive layers is cut: into slices, chunks and pieces of layers.
+"""The layout of one flat tensor of consecutive layers: slices, chunks and pieces of layers.
 
-Pure arithmetic on shapes and settings, the same on every rank: no values, no ranks' own state, no I/O. A
-slice is what one program handles; a chunk is the part of it that one rank reduces; a piece is the part of a
-chunk that lies in one layer, one row of the kernels' table. Cuts lie at layers' ends or at multiples of the
-codec's `cut_numel` from a layer's start, so that no block and no byte of levels is ever divided.
+Pure arithmetic on shapes and settings, identical on every rank: no values, no rank's own state, no I/O. One program
+handles one slice. A chunk is the part of a slice that one rank reduces. A piece is the part of a chunk that lies in
+one layer, and one row of the kernels' table. Cuts lie at layers' ends or at multiples of the codec's `cut_numel`
+from a layer's start, so that no block and no byte of levels is ever divided.
 
-A tensor for an allreduce is cut wherever that is best. One of which every rank has a share, as reduce-scatters and
-all-gathers know it, is cut by shares first: chunk c of every slice lies in the share of rank c.
+A tensor for an allreduce is cut wherever that is best. A tensor with one share per rank, as in reduce-scatters and
+all-gathers, is cut by shares first: chunk c of every slice lies in the share of rank c.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Chunk", "Layer", "Layout", "Piece", "Slice", "layer_of", "make_layou
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Consecutive values that are quantized the same way; an empty one is allowed."""
+    """Consecutive values that are quantized the same way. An empty layer is allowed."""
 
     numel: int
     codec: Codec
@@ -36,7 +36,7 @@ class Layer:
 
 
 def layer_of(numel: int, compression: Compression, settings: Settings) -> Layer:
-    """Return a layer of so many values. One that is too small for a header is exact."""
+    """Return a layer of `numel` values. A layer too small for a header is exact."""
     if numel < settings.minimal_numel:
         return Layer(numel, RAW)
     return Layer(numel, compression.codec(settings.skip_incomplete))
@@ -44,21 +44,21 @@ def layer_of(numel: int, compression: Compression, settings: Settings) -> Layer:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a slice that one rank reduces. Its payload fills a slot; 0 bytes where it is empty."""
+    """The part of a slice that one rank reduces. Its payload fills a slot. An empty chunk has 0 bytes."""
 
     pieces: tuple[Piece, ...]  # consecutive values
     nbytes: int
-    itemsize: int  # bytes of a value
-    share: int = 0  # where the share that it lies in begins
+    itemsize: int  # bytes per value
+    share: int = 0  # offset of the share that contains it
 
     @cached_property
     def in_share(self) -> tuple[Piece, ...]:
-        """The same pieces where the share is a tensor of its own."""
+        """Return the pieces with offsets from the start of the share."""
         return tuple(replace(piece, offset=piece.offset - self.share) for piece in self.pieces)
 
     @cached_property
     def exact(self) -> Chunk:
-        """The same values as one raw piece, whatever their codecs are: how exact payloads are coded."""
+        """Return these values as one raw piece, whatever their codecs: the form of exact payloads."""
         if not self.pieces:
             return self
         numel = sum(piece.numel for piece in self.pieces)
@@ -67,17 +67,17 @@ class Chunk:
 
     @property
     def is_as_it_lies(self) -> bool:
-        """Return whether the payload, but for its padding, is the values as they lie in the tensor."""
+        """Return whether the payload without its padding is identical to the values in the tensor."""
         return len(self.pieces) == 1 and self.pieces[0].is_raw
 
     def coded(self, exact: bool) -> Chunk:
-        """The pieces and the length of this chunk's payload in one of the two codings."""
+        """Return this chunk as one of the two codings lays it out, exact or compressed."""
         return self.exact if exact else self
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one program handles."""
+    """The part of a tensor that one program handles."""
 
     chunks: tuple[Chunk, ...]
     _joined: dict[tuple[int, ...], Chunk] = field(default_factory=dict, repr=False, compare=False)
@@ -97,13 +97,13 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its chunks' payloads."""
+        """Return the bytes of all chunks' payloads."""
         return sum(chunk.nbytes for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The whole tensor, slice after slice. A tensor without values has none."""
+    """The whole tensor, slice after slice. A tensor without values has no slices."""
 
     slices: tuple[Slice, ...]
 
@@ -111,16 +111,16 @@ class Layout:
 def make_layout(layers: Sequence[Layer], n_chunks: int, itemsize: int, slice_nbytes: int) -> Layout:
     """Cut consecutive layers of one flat tensor with values of `itemsize` bytes into slices of `n_chunks` chunks.
 
-    How many chunks a slice has is for the algorithm to say: SRA has one a rank. A slice covers at most `slice_nbytes`
-    of values, but at least one cut unit.
+    The algorithm decides how many chunks a slice has: SRA has one per rank. A slice covers at most `slice_nbytes` of
+    values, but at least one cut unit.
     """
     return _make_layout(tuple(layers), n_chunks, itemsize, slice_nbytes)
 
 
 def make_shares_layout(layers: Sequence[Layer], world: int, itemsize: int, slice_nbytes: int) -> Layout:
-    """Cut a tensor of one share a rank, each of these consecutive layers, into slices of one chunk a share.
+    """Cut a tensor with one share per rank into slices with one chunk per share. Every share has these layers.
 
-    A slice covers at most `slice_nbytes` of values, of all shares together, but at least one cut unit of each.
+    A slice covers at most `slice_nbytes` of values over all shares together, but at least one cut unit of each share.
     """
     return _make_shares_layout(tuple(layers), world, itemsize, slice_nbytes)
 
@@ -189,7 +189,7 @@ def _cut_slices(layers: tuple[Layer, ...], slice_numel: int) -> Iterator[list[_S
 
 
 def _cut_chunks(spans: list[_Span], n_chunks: int, itemsize: int) -> Slice:
-    """So many chunks, as near to the same number of payload bytes as the cuts allow."""
+    """Cut a slice into `n_chunks` chunks, whose payloads are as equal in bytes as the cuts allow."""
     total = sum(span.codec.payload_nbytes(span.numel, itemsize) for span in spans)
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
@@ -200,7 +200,7 @@ def _cut_chunks(spans: list[_Span], n_chunks: int, itemsize: int) -> Slice:
         start = 0
         while start < span.numel:
             end = span.numel
-            # Chunk c ends where (c + 1) / n_chunks of all bytes lie before; the last chunk takes what is left.
+            # Chunk c ends after (c + 1) / n_chunks of all bytes. The last chunk takes the rest.
             if len(chunks) < n_chunks - 1:
                 boundary = max(0, total * (len(chunks) + 1) // n_chunks - before)
                 if boundary < span_nbytes:
@@ -220,7 +220,7 @@ def _cut_chunks(spans: list[_Span], n_chunks: int, itemsize: int) -> Slice:
 
 
 def _whole_chunk(spans: list[_Span], itemsize: int) -> Chunk:
-    """All of these values as one chunk."""
+    """Return all of these values as one chunk."""
     pieces: list[Piece] = []
     nbytes = 0
     for span in spans:
@@ -230,15 +230,15 @@ def _whole_chunk(spans: list[_Span], itemsize: int) -> Chunk:
 
 
 def _moved(chunk: Chunk, start: int) -> Chunk:
-    """The same of another share."""
+    """Return the chunk at the same position in the share that begins at `start`."""
     pieces = tuple(replace(piece, offset=piece.offset + start) for piece in chunk.pieces)
     return Chunk(pieces, chunk.nbytes, chunk.itemsize, share=start)
 
 
 def _nearest_cut(span: _Span, boundary: int, itemsize: int) -> int:
-    """The cut of a span (in values from its start) that has nearest to `boundary` payload bytes before it."""
+    """Return the cut of a span, in values from its start, that has nearest to `boundary` payload bytes before it."""
     cut = span.codec.cut_numel
-    # Eight cut units are a whole number of 8-byte words, where one alone might be padded.
+    # Eight cut units fill a whole number of 8-byte words. One alone might be padded.
     eight_nbytes = span.codec.payload_nbytes(8 * cut, itemsize)
     lower = min(boundary * 8 // eight_nbytes * cut, (span.numel - 1) // cut * cut)
     upper = min(lower + cut, span.numel)

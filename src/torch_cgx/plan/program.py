@@ -1,11 +1,11 @@
-"""Programs: what one rank does in one collective, as data.
+"""Programs: the steps of one rank in one collective, as data.
 
-A program is a tuple of steps over named payload slots. Slot names are each rank's own; a payload keeps its
-name when it is sent, so that a receive meets the send of the same slot by that peer. A send never waits, a
-receive waits for its send. A payload is compressed, or exact: raw values. Who brings a slot, by writing or by receiving
-it, says which, and who reads it follows. So a rank's program alone tells all that the rank has to know of other
-nodes. `algorithms` makes programs, `checker` proves them right and engines run them; nothing here
-touches values or carries bytes.
+A program is a tuple of steps over named payload slots. Slot names are local to each rank. A payload keeps its name
+when it is sent, so that a receive meets the send of the same slot by that peer. A send never waits. A receive waits
+for its send. A payload is either compressed, or exact: raw values. The step that writes or receives a slot says
+which, and the steps that read it follow. So a rank's program alone holds all that the rank must know about other
+nodes. `algorithms` makes programs, `checker` proves them right, and engines run them. Nothing here touches values or
+carries bytes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
 
 
 class Slot(str):
-    """The name of a payload: what it is, of which rank if one alone gave it, and of which chunk."""
+    """The name of a payload: what it is, the rank if it comes from one alone, and the chunk."""
 
     what: str
     source: int | None
     chunk: int
 
     def __new__(cls, what: str, chunk: int, source: int | None = None) -> Slot:
-        """Return the name. It is text, because text keeps its hash, and is what programs print."""
+        """Return the name. It is text, because text keeps its hash, and because programs print it."""
         slot = super().__new__(cls, f"{what}:{chunk}" if source is None else f"{what}:{source}>{chunk}")
         slot.what, slot.source, slot.chunk = what, source, chunk
         return slot
@@ -87,9 +87,9 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum up a chunk: my values, then the inputs, decoded, in this order; scaled, unless others are still to come.
+    """Add the decoded inputs to my values of a chunk, in order. Scale the sum if it is final.
 
-    The sum is encoded into a slot, and what that decodes to becomes my values. The inputs are coded as the slot is.
+    The sum is encoded into a slot, and my values become the decoded slot. The inputs are coded as the slot is.
     """
 
     inputs: tuple[Slot, ...]
@@ -125,9 +125,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """My share becomes the sum of my values of a chunk and the inputs, decoded, in this order; scaled, rounded once.
+    """Set my share to my values of a chunk plus the decoded inputs, in order, scaled and rounded once.
 
-    Nobody else needs it, so it is not encoded.
+    No other rank needs the sum, so it is not encoded.
     """
 
     inputs: tuple[Slot, ...]
@@ -183,6 +183,6 @@ def _exactly(exact: bool) -> str:
 
 
 def format_program(program: Program) -> str:
-    """One numbered line a step."""
+    """Return the program as text, one numbered line per step."""
     width = len(str(len(program)))
     return "\n".join(f"{number:>{width}}  {step}" for number, step in enumerate(program, start=1))

@@ -1,4 +1,4 @@
-"""Cache programs by pattern of nonempty chunks, and find the slots and layouts that they need."""
+"""Programs cached by pattern of nonempty chunks, and the slots and layouts that they need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def layout_for(topology: Topology, layers: Sequence[Layer], itemsize: int, slice_nbytes: int) -> Layout:
-    """How a tensor is cut for the programs of a topology. Where ranks have shares, the layers are those of one."""
+    """Return the layout of a tensor for the programs of a topology. If ranks have shares, `layers` are those of one."""
     make = make_shares_layout if topology.algorithm in (*IN_SHARES, "EXCHANGE") else make_layout
     return make(layers, topology.n_chunks, itemsize, slice_nbytes)
 
@@ -48,7 +48,7 @@ def program_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> Pr
 
 @lru_cache(maxsize=256)
 def programs_for(topology: Topology, nonempty: tuple[bool, ...]) -> tuple[tuple[Program, ...], dict[Slot, SharedSlot]]:
-    """The programs by rank, and the slots that any of them writes, by name."""
+    """Return the programs by rank, and the slots that any of them writes, by name."""
     programs = tuple(program_for(topology, nonempty, rank) for rank in range(topology.world))
     slots: dict[Slot, SharedSlot] = {}
     for rank, program in enumerate(programs):
@@ -64,13 +64,13 @@ class NodeSlot:
     """The location of a slot in the memory that a node shares, as one of its ranks uses it."""
 
     kind: int  # of place: COMPRESSED, EXACT or JOINED
-    place: int  # among those of its kind, in the order in which they lie in memory
+    place: int  # index among the places of its kind, in memory order
     writer: int  # the rank of the node that puts the payload there: by encoding it, or by receiving it from elsewhere
-    flag: int  # its number: on several nodes among the slots of this one, on one node among those of its writer
+    flag: int  # its number: on several nodes among this node's slots, on one node among its writer's
     behind: tuple[int, ...] = ()  # the chunks whose payloads lie in the same place before it
 
 
-# Of a place: for the payload of one chunk, compressed or exact, or for those of several, one behind the other.
+# Kinds of places: for the payload of one chunk, compressed or exact, or for the payloads of several, concatenated.
 COMPRESSED, EXACT, JOINED = range(3)
 
 
@@ -80,21 +80,21 @@ class NodeSlots:
 
     found: dict[Slot, NodeSlot]
     n_places: tuple[int, int, int]  # of the node, by kind
-    n_flags: int  # one more than the greatest of the node
+    n_flags: int  # one more than the node's greatest flag
 
 
 @lru_cache(maxsize=1024)
 def node_slots_for(topology: Topology, nonempty: tuple[bool, ...], home: tuple[int, ...], rank: int) -> NodeSlots:
     """Return where a rank of the node `home` finds the slots that it touches.
 
-    Where several ranks of a node receive the same payload from elsewhere, each has a place of its own for it, and none
-    hands it on within the node: a flat ring would, so it is for ranks that share no memory, or all of it. The inputs
-    of a `Join` are placed next to each other, so that joining copies nothing.
+    If several ranks of a node receive the same payload from elsewhere, each has a place of its own for it, and none
+    forwards it within the node. A flat ring would, so it is only for ranks that share no memory, or all of it. The
+    inputs of a `Join` are placed next to each other, so that joining copies nothing.
     """
     elsewhere = frozenset(range(topology.world)) - frozenset(home)
     writers: dict[Slot, list[tuple[int, bool]]] = {}
     several: set[str] = set()  # slots of more than one chunk
-    within: dict[Slot, Join] = {}  # by slot that becomes a part of another
+    within: dict[Slot, Join] = {}  # by the slot that the join reads
     for member in home:
         for step in program_for(topology, nonempty, member):
             if isinstance(step, (Encode, Reduce)) or (isinstance(step, Receive) and step.peer in elsewhere):
@@ -109,7 +109,7 @@ def node_slots_for(topology: Topology, nonempty: tuple[bool, ...], home: tuple[i
     n_places = [0, 0, 0]
     n_flags: Counter[int] = Counter()
     alone = len(home) == topology.world
-    for name in sorted(writers, key=within.__contains__):  # what has parts comes before them
+    for name in sorted(writers, key=within.__contains__):  # joined slots come before their parts
         written = writers[name]
         flags_of = written[0][0] if alone else -1
         flag = n_flags[flags_of]

@@ -1,8 +1,9 @@
-"""Messages by meetings: what a program's sends and receives are where all ranks exchange payloads at once.
+"""Rounds: a program's messages, grouped for executors in which all ranks exchange payloads at once.
 
-After the steps of one level (see `schedule`) every rank sends what it sends at that level, and receives what is sent to
-it there. Where two ranks have several messages for each other, the first goes in the first round, the second in the
-second, and so on: in a round there is at most one from each rank to each other. All ranks have the same rounds.
+After the steps of one level (see `schedule`), every rank sends the messages that it has at that level and receives the
+messages that were sent to it there. If one rank has several messages for another, the first goes in the first round,
+the second in the second, and so on. A round has at most one message from each rank to each other. All ranks have the
+same rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Round", "rounds_for"]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One rank's part: slots by peer."""
+    """One rank's part of a round: slots by peer."""
 
     sends: dict[int, Slot]
     receives: dict[int, Slot]
@@ -29,7 +30,7 @@ class Round:
 
 @lru_cache(maxsize=256)
 def rounds_for(topology: Topology, nonempty: tuple[bool, ...], rank: int) -> tuple[tuple[Round, ...], ...]:
-    """By level; nothing is sent at the last."""
+    """Return a rank's rounds by level. The last level has none, because nothing is sent there."""
     programs, _ = programs_for(topology, nonempty)
     messages: dict[int, dict[tuple[int, int], list[Slot]]] = defaultdict(lambda: defaultdict(list))
     for sender, program in enumerate(programs):

@@ -1,10 +1,10 @@
-"""In which order one rank makes the steps of many slices, so that computing and sending overlap.
+"""The order in which one rank runs the steps of many slices, so that computing and sending overlap.
 
-A step's *level* is the number of messages on the longest way to it: what a rank can do without waiting is level 0,
-what needs one message is level 1, and so on. Receives say theirs, as if no chunk were empty; a step without one is of
-the level of the step before it. At tick t a rank makes the steps of level 0 of slice t, level 1 of slice
-t - 1, and so on: it encodes one slice while the one before is on its way. Every message leads from one tick to a later
-one, on all ranks alike, so nobody ever waits in a circle.
+A step's *level* is the number of messages on the longest path to it. A step that needs no message has level 0, a step
+that needs one has level 1, and so on. Receives state their level, as if no chunk were empty. Any other step has the
+level of the step before it. At tick t a rank runs the steps of level 0 of slice t, level 1 of slice t - 1, and so on:
+it encodes one slice while the slice before is being sent. On all ranks every message leads from one tick to a later
+one, so there is never a circular wait.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["Schedule", "levels_of", "schedule_for"]
 class Schedule:
     """One rank's program, by levels."""
 
-    levels: tuple[Program, ...]  # as many for every rank and pattern of chunks; some may be empty
-    slots: dict[Slot, SharedSlot]  # all ranks'
+    levels: tuple[Program, ...]  # the same number for every rank and pattern of chunks; some may be empty
+    slots: dict[Slot, SharedSlot]  # of all ranks
 
 
 @lru_cache(maxsize=256)

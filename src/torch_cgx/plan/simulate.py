@@ -1,22 +1,22 @@
-"""Runs programs with clocks instead of values: how long an allreduce takes on machines that are not there.
+"""A simulator that runs programs with clocks instead of values, to time an allreduce on machines that we lack.
 
-Nothing is computed and nothing is sent, but steps, their order and the lengths of payloads are those of the executors:
-level l of slice t runs in tick t + l * lag, and with `rounds` a rank sends what it has only after all steps of a level,
-as `engines.cuda` does; else at once, as `engines.host` does. The model of time:
+Nothing is computed and nothing is sent, but steps, their order and the lengths of payloads are those of the executors.
+Level l of slice t runs in tick t + l * lag. With `rounds` a rank sends only after all steps of a level, like
+`engines.cuda`. Otherwise it sends at once, like `engines.host`. The model of time:
 
 1. A rank has a processor. Encode, reduce, add, sum and decode occupy it for the bytes of values over the kernel's
    speed.
-2. A rank has a link to the other ranks of its node, and a node has one to other nodes, which its ranks share. A link
-   is full duplex: messages leave one after the other in the order in which they were sent, and enter one after the
-   other in the order in which they begin to arrive; each way is occupied for bytes over bandwidth.
-3. A message begins to arrive its wire's latency after it has begun to leave, and has arrived when it has left, the
-   latency after, and entered.
-4. A message costs the processor some time at each end: a fixed one, before its bytes leave and after they are there,
-   and one a byte, while they pass. With more than one core, transport has a second processor. With less than one,
-   all that a processor does takes longer.
-5. An operation begins with a fixed time on every rank, in which it waits to be woken up.
+2. A rank has a link to the other ranks of its node. A node has a link to other nodes, which its ranks share. A link is
+   full duplex: messages leave one at a time in the order in which they were sent, and enter one at a time in the order
+   in which they begin to arrive. Each direction is occupied for bytes over bandwidth.
+3. A message begins to arrive one wire latency after it has begun to leave. It has arrived one latency after its last
+   byte has left, and once it has entered.
+4. A message costs processor time at each end: a fixed time before its bytes leave and after they arrive, and a time
+   per byte while they pass. With more than one core, transport has a second processor. With less than one, all work
+   of a processor takes longer.
+5. An operation begins on every rank with a fixed time, in which it waits to be woken up.
 
-`simulate` runs every rank. Groups of a thousand ranks: `simulate_classes`.
+`simulate` runs every rank. For groups of a thousand ranks, see `simulate_classes`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ __all__ = [
 
 
 class Size(NamedTuple):
-    """Lengths of one chunk, or of several together."""
+    """The lengths of one chunk, or of several together."""
 
     values: float  # bytes
     nbytes: float  # of its payload
-    exact_nbytes: float  # of its payload, where that is exact
-    raw: bool  # it is exact in any case
+    exact_nbytes: float  # of its payload when it is exact
+    raw: bool  # always exact
 
 
 def together(sizes: Sequence[Size]) -> Size:
@@ -74,17 +74,17 @@ def size_of(part: Slice, chunk: int) -> Size:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a run took; of all ranks, the most."""
+    """The time and bytes of a run. Times are the maximum over ranks."""
 
     seconds: float
-    kernel_s: float  # the processor was busy with kernels
-    transport_s: float  # a processor was busy with messages
+    kernel_s: float  # processor time in kernels
+    transport_s: float  # processor time in messages
     sent_nbytes: tuple[float, ...]  # by rank
-    link_nbytes: float  # that the busiest node sends to others
+    link_nbytes: float  # sent to other nodes by the busiest node
 
 
 def kernel_s(step: Step, size: Size, speeds: Speeds, exact: bool, foreign: float = 1.0) -> float:
-    """How long a step that computes occupies the processor. `foreign`: how many inputs each input stands for."""
+    """Return how long a compute step occupies the processor. `foreign`: how many inputs each input stands for."""
     raw, values = exact or size.raw, size.values
     if isinstance(step, Encode):
         seconds = values / (speeds.copy if raw else speeds.encode)
@@ -106,14 +106,14 @@ def kernel_s(step: Step, size: Size, speeds: Speeds, exact: bool, foreign: float
     return speeds.call_s + seconds
 
 
-# What a rank does: compute, by its place in the table of durations; let a message leave: (message, the rank that gets
-# it, its place in the table of lengths, whether it goes to another node); or wait for (message,). Messages are numbers.
+# One action of a rank. An int computes: an index in the table of durations. Four items send: (message, receiving rank,
+# index in the table of lengths, whether it goes to another node). One item waits: (message,). Messages are numbers.
 Operation = int | tuple[int, int, int, bool] | tuple[int]
 
 
 @dataclass(slots=True)
 class Script:
-    """One rank's steps as the clocks see them."""
+    """One rank's steps as operations of the clocks."""
 
     rank: int
     node: int
@@ -122,7 +122,7 @@ class Script:
 
 class Length(NamedTuple):
     nbytes: float
-    messages: float = 1.0  # that it stands for
+    messages: float = 1.0  # how many it stands for
 
 
 def simulate(
@@ -136,8 +136,8 @@ def simulate(
 ) -> Timing:
     """Time one allreduce of these slices by all ranks, from the moment when all of them begin.
 
-    `nodes` says by rank where it is, for algorithms that do not care; None: as the topology has it. With a `lag` of 0
-    slice follows slice.
+    `nodes` holds each rank's node, for algorithms that ignore nodes. None means the nodes of the topology. With a
+    `lag` of 0, slices do not overlap.
     """
     nodes = topology.nodes if nodes is None else nodes
     messages: dict[tuple[int, int, int, str], int] = {}
@@ -178,7 +178,7 @@ def ordered(
 ) -> Iterator[tuple[int, Step]]:
     """Yield the steps of a rank with their slices, in the order in which the executors run them.
 
-    `patterns` has by slice which chunks are not empty.
+    `patterns` tells for each slice which chunks are not empty.
     """
     by_level: dict[tuple[bool, ...], list[list[Step]]] = {}
     depth = topology.depth + 1
@@ -204,24 +204,24 @@ def play(
     costs: Costs,
     serial: bool = False,
 ) -> Timing:
-    """Let the clocks run. All that happens is taken in the order of time, so that links are shared fairly.
+    """Run the clocks. Events are processed in the order of time, so that links are shared fairly.
 
-    `serial`: a message that stands for several has as many latencies, because each of those waits for the one before.
+    `serial`: a message that stands for several has as many latencies, because each of them waits for the one before.
     """
     return _Play(scripts, durations, lengths, costs, serial).run()
 
 
 class _Passing(NamedTuple):
-    """What a message takes. Where it stands for several that do not wait for each other, one fixed time is seen."""
+    """The times of a message. If it stands for several that do not wait for each other, `fixed_s` is that of one."""
 
     link_s: float
     latency_s: float
-    fixed_s: float  # of a processor, at each end
-    beside_s: float  # the same, while its bytes pass
+    fixed_s: float  # processor time at each end
+    beside_s: float  # processor time at each end while its bytes pass
 
 
-# A message on its way: its number, what it takes, whether it comes from another node, and when its end can be there at
-# the earliest.
+# A message in flight: its number, its times, whether it comes from another node, and the earliest time at which its end
+# can arrive.
 _Coming = tuple[int, _Passing, bool, float]
 
 
@@ -255,7 +255,7 @@ class _Play:
         self.index = {script.rank: place for place, script in enumerate(scripts)}
         self.clock = [costs.start_s] * count
         self.position = [0] * count
-        # A link's two ways, and a second core's: when each is free. Of ranks; then of nodes.
+        # The times at which each direction of a link, and of a second core, is free. Ranks come first, then nodes.
         nodes = {node: count + place for place, node in enumerate(dict.fromkeys(script.node for script in scripts))}
         self.port = [nodes[script.node] for script in scripts]
         self.leaves = [0.0] * (count + len(nodes))
@@ -266,7 +266,7 @@ class _Play:
         self.transport = [0.0] * count
         self.sent = [0.0] * count
         self.link = [0.0] * (count + len(nodes))
-        self.arrived: dict[int, tuple[float, float, _Passing]] = {}  # begins, is there
+        self.arrived: dict[int, tuple[float, float, _Passing]] = {}  # when it begins to arrive, when it has arrived
         self.waiting: dict[int, int] = {}
         self.heap: list[tuple[float, int, int, _Coming | None]] = []
         self.events = 0
@@ -299,7 +299,7 @@ class _Play:
         heapq.heappush(self.heap, (when, self.events, place, message))
 
     def _go_on(self, place: int, now: float) -> None:
-        """Until this rank has to wait, or is about to send something later than now."""
+        """Run this rank until it has to wait, or is about to send a message later than now."""
         operations, durations, arrived = self.scripts[place].operations, self.durations, self.arrived
         clock, position, kernel = self.clock[place], self.position[place], 0.0
         while position < len(operations):

@@ -1,19 +1,19 @@
-"""Simulates one node instead of all: for groups of thousands of ranks, in milliseconds.
+"""A simulator of one node instead of all: for groups of thousands of ranks, in milliseconds.
 
-Nodes of a cluster whose nodes are all alike do the same at the same time: number nodes from another one on, and the
-programs stay what they are. So a message from node 0 to node d leaves and arrives when one from node -d to node 0
-does, and it is enough to run the programs of node 0 and to hand each message that it sends to other nodes back to it
-under the name that it has there. In a grid, d and -d are counted by rows and columns. That is exact where all chunks
-have the same length, which it takes for granted: the mean of the real ones. (Real chunks are cut at whole blocks: of a
+In a cluster of identical nodes, all nodes do the same at the same time: if numbering starts at another node, the
+programs stay the same. So a message from node 0 to node d leaves and arrives at the same time as one from node -d to
+node 0. It is enough to run the programs of node 0, and to return each message that it sends to other nodes to it, under
+the name that it has there. In a grid, d and -d are counted by rows and columns. The result is exact if all chunks have
+the same length. That is assumed: they get the mean length of the real ones. (Real chunks are cut at whole blocks: of a
 small slice on many ranks some would be empty.)
 
-Beyond `most` nodes that is not the whole program any more: it is made for `most` nodes, and each other node stands for
-several. What concerns the chunks of other nodes, or goes to other nodes, counts that many times: values, bytes and
-messages, so that their sums over a program are those of the large group. In a ring, where message waits for message,
-latencies and messages' fixed times count that many times as well; in SRA, where they do not wait for each other, once
-(the other fixed times keep the processor busy while bytes pass). In a grid of more than 7 rows or columns, each other
-row and each other column stands for several. What is lost is the overlap between those that are lumped together. Tests
-compare both shortcuts with all ranks, and with more nodes.
+Beyond `most` nodes the program is not the whole one: it is made for `most` nodes, and each other node stands for
+several. Work on the chunks of other nodes, and messages to other nodes, count that many times: values, bytes and
+messages, so that their sums over a program are those of the large group. In a ring, where each message waits for the
+one before, latencies and messages' fixed times count that many times as well. In SRA, where messages do not wait for
+each other, they count once (the other fixed times keep the processor busy while bytes pass). In a grid of more than 7
+rows or columns, each other row and each other column stands for several. The overlap between nodes that are lumped
+together is lost. Tests compare both shortcuts with all ranks, and with more nodes.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from torch_cgx.plan.simulate import (
 __all__ = ["MOST_NODES", "Cluster", "simulate_cluster"]
 
 MOST_NODES = 8
-_MOST_LINES = 7  # rows or columns. Up to 7 rows of 7 are the most square grid of their number, as they must be
+_MOST_LINES = 7  # rows or columns. Up to 7 by 7, rows and columns are the most square grid of their number, as required
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes that are all alike, and how their ranks reduce."""
+    """Identical nodes, and the way their ranks reduce."""
 
     nodes: int
-    ranks: int  # of each node
+    ranks: int  # per node
     algorithm: str = "SRA"
-    flat: bool = False  # all ranks alike, wherever they are; else one or more of each node speak for it
-    shares: int = 1  # how many
+    flat: bool = False  # ignore nodes; else one or more ranks of each node speak for it
+    shares: int = 1  # the number of ranks that speak for a node
     compress_inside: bool = True
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Cluster:
         return CROSS[self.algorithm].depth(self.nodes) + 2
 
     def topology(self) -> Topology:
-        """The whole one. Where it is flat, it does not tell who is on which node."""
+        """Return the topology of the whole cluster. If it is flat, it does not tell which rank is on which node."""
         if self.is_flat:
             return Topology.flat(self.algorithm, self.world)
         nodes = tuple(rank // self.ranks for rank in range(self.world))
@@ -112,14 +112,14 @@ def simulate_cluster(
     rounds: bool = False,
     lag: int = 1,
 ) -> Timing:
-    """Time one allreduce of so many slices, whose chunks are all of one size."""
+    """Time one allreduce of `slices` slices, whose chunks all have the same size."""
     if cluster.world == 1:
         return Timing(0.0, 0.0, 0.0, (0.0,), 0.0)
     small, lumps = _lumped(cluster, most)
     scripts, kinds, sends = _scripts(small, slices, rounds, lag)
 
     def chunks(number: int) -> int:
-        """Of a payload: of one chunk, or of those of a column."""
+        """Return the number of chunks in a payload of the whole cluster: one, or those of a column."""
         return number if number == 1 else cluster.column
 
     durations = [
@@ -140,12 +140,12 @@ def simulate_cluster(
     return play(scripts, durations, lengths, costs, serial=cluster.algorithm == "RING")
 
 
-# How many a step or a message stands for: by what it concerns. The last two in a grid alone.
+# Indices of how many a step or a message stands for, by the chunks and nodes it concerns. The last two are for grids.
 _OWN, _FOREIGN, _ACROSS, _CHUNK_ACROSS = range(4)
 
 
 def _lumped(cluster: Cluster, most: int) -> tuple[Cluster, tuple[float, ...]]:
-    """Return the cluster whose programs are run, and how many each step or message stands for."""
+    """Return the cluster whose programs are run, and how many each kind of step or message stands for."""
     if not cluster.is_grid:
         small = replace(cluster, nodes=min(cluster.nodes, most))
         others = max(1, small.n_chunks - _own(small))
@@ -159,21 +159,21 @@ def _lumped(cluster: Cluster, most: int) -> tuple[Cluster, tuple[float, ...]]:
 
 
 def _own(cluster: Cluster) -> int:
-    """Chunks that are never lumped together: a rank's own, or those of its node."""
+    """Return the number of chunks that are never lumped together: a rank's own, or those of its node."""
     return 1 if cluster.is_flat else cluster.shares
 
 
 class _Kind(NamedTuple):
-    """A kind of steps that compute, all as long."""
+    """A kind of compute step. All steps of a kind take the same time."""
 
     step: Compute  # one of them
     exact: bool
     lump: int  # how many it stands for, see `_lumped`
-    lumped_inputs: bool  # its inputs stand for as many as other nodes, or rows, are lumped together
+    lumped_inputs: bool  # each input stands for as many as there are nodes, or rows, lumped together
 
 
 class _Sending(NamedTuple):
-    """A kind of messages, all as long."""
+    """A kind of message. All messages of a kind have the same length."""
 
     exact: bool
     lump: int  # how many it stands for
@@ -182,7 +182,7 @@ class _Sending(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _scripts(cluster: Cluster, slices: int, rounds: bool, lag: int) -> tuple[list[Script], list[_Kind], list[_Sending]]:
-    """What the ranks of node 0 do, and what the tables of durations and lengths are made from."""
+    """Return the scripts of node 0's ranks, and the kinds of steps and messages that their tables are made from."""
     topology = cluster.topology()
     nonempty = (True,) * topology.n_chunks
     slots = _slots(cluster)
@@ -202,7 +202,7 @@ def _scripts(cluster: Cluster, slices: int, rounds: bool, lag: int) -> tuple[lis
             message = first + messages[_received(cluster, rank, step.peer, step.slot)]
             return message, peer, sends.setdefault(sending, len(sends)), node > 0
         assert not isinstance(step, Join)
-        # A sum of my own chunk has an input from each other node; in a ring, one in all.
+        # A sum of my own chunk has an input from each other node. In a ring it has only one.
         inputs = step.inputs if isinstance(step, Reduce) else ()
         whole = cluster.algorithm != "RING" and any(slot.what == PART for slot in inputs)
         what = "" if isinstance(step, Sum) else step.slot.what
@@ -225,7 +225,10 @@ def _scripts(cluster: Cluster, slices: int, rounds: bool, lag: int) -> tuple[lis
 
 
 def _lump(cluster: Cluster, rank: int, what: str, chunk: int, leaves: bool = False) -> int:
-    """Return what a step on this chunk, or a message, is counted by. `what` its slot is; `leaves`: to another node."""
+    """Return the index of how many a step on this chunk, or a message, stands for.
+
+    `what` is the kind of its slot. `leaves`: the message goes to another node.
+    """
     node = chunk % cluster.nodes
     if not cluster.is_grid:
         foreign = leaves or (chunk != rank if cluster.is_flat else node != 0)
@@ -258,7 +261,7 @@ def _slots(cluster: Cluster) -> dict[Slot, tuple[tuple[int, ...], bool]]:
 
 
 def _received(cluster: Cluster, rank: int, peer: int, slot: Slot) -> tuple[int, int, Slot]:
-    """Return what node 0 receives when each node sends what its rank sends: sender, receiver, slot."""
+    """Return what node 0 receives when each node sends as node 0 does: sender, receiver, slot."""
     rows = cluster.column
     columns = cluster.nodes // rows
     right, down = divmod(peer // cluster.ranks, rows)
@@ -283,7 +286,7 @@ def _received(cluster: Cluster, rank: int, peer: int, slot: Slot) -> tuple[int, 
 
 @lru_cache(maxsize=32)
 def _messages(cluster: Cluster) -> dict[tuple[int, int, Slot], int]:
-    """All that node 0 receives, numbered."""
+    """Return all messages that node 0 receives, numbered."""
     topology = cluster.topology()
     keys = [
         (step.peer, rank, step.slot)

@@ -6,7 +6,6 @@ import ctypes
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.families import only
-from tests.support.kernel_cases import DTYPES, Guarded, payload_nbytes, piece_for, random_values, same_bits, table_of
+from tests.support.kernel_cases import DTYPES, payload_nbytes, piece_for, random_values, table_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from tests.kernels.triton.agreement import STOCHASTIC, Counting, check_all_operations
 from torch_cgx.codecs import MaxMin
 from torch_cgx.kernels import NEAREST, Piece, Rounding
 from torch_cgx.kernels.reference import ReferenceKernels
@@ -27,58 +27,9 @@ from torch_cgx.kernels.triton.table import EDGE, FLAT, RAW, TAIL, WHOLE, make_ta
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities and NaN
 
-STOCHASTIC = Rounding(stochastic=True, seed=7, op=3, rank=1, stage=1)
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 # With blocks of 32, a tile is 1024 values: so many values make one whole tile, three edges and padding.
 WHOLE_AND_EDGES = 1024 + 70
-
-
-def check_all_operations(
-    x: torch.Tensor,
-    pieces: Sequence[Piece],
-    nbytes: int,
-    rounding: Rounding,
-    *,
-    payloads: int = 2,
-    shift: int = 0,
-    residual: bool = True,
-) -> None:
-    """encode, decode, decode-add and reduce give what the oracle gives; `shift` moves slots off their alignment."""
-    oracle, kernels = ReferenceKernels(), TritonKernels()
-    lost = [torch.full((x.numel(),), 7.0) if residual else None for _ in range(4)]
-
-    def slot(fill: int = 0xA5) -> tuple[Guarded, torch.Tensor]:
-        guarded = Guarded(nbytes + shift)
-        guarded.payload.fill_(fill)
-        return guarded, guarded.payload[shift:]
-
-    expected, (guarded, mine) = slot()[1], slot()
-    oracle.encode(pieces, x, expected, rounding, lost[0])
-    kernels.encode(pieces, x, mine, rounding, lost[1])
-    assert torch.equal(mine, expected)
-    assert guarded.untouched()
-    others = [expected]
-    for _ in range(1, payloads):
-        others.append(slot()[1])
-        oracle.encode(pieces, x.roll(len(others)), others[-1], rounding)
-    decoded, mine = x.clone(), x.clone()
-    oracle.decode(pieces, expected, decoded)
-    kernels.decode(pieces, expected, mine)
-    assert same_bits(mine, decoded)
-    added, mine = x.clone(), x.clone()
-    oracle.decode(pieces, others[-1], added, add=True)
-    kernels.decode(pieces, others[-1], mine, add=True)
-    assert same_bits(mine, added)
-    reduced, mine = x.clone(), x.clone()
-    total, (guarded, out) = slot()[1], slot(0x5A)
-    oracle.reduce(pieces, reduced, others[:payloads], total, 1 / 3, rounding, lost[2])
-    kernels.reduce(pieces, mine, others[:payloads], out, 1 / 3, rounding, lost[3])
-    assert torch.equal(out, total)
-    assert guarded.untouched()
-    assert same_bits(mine, reduced)
-    if residual:
-        assert same_bits(lost[1], lost[0])
-        assert same_bits(lost[3], lost[2])
 
 
 def check(rows: list[tuple[int, int, int, bool]], dtype: torch.dtype, rounding: Rounding, **options: Any) -> None:
@@ -242,15 +193,6 @@ def test_values_beyond_two_to_the_33_are_reached_and_draw_their_own_numbers(monk
     decoded = ReferenceKernels().decode(pieces, expected, x), there[:numel].clone()
     TritonKernels().decode(pieces, expected, x)
     assert torch.equal(there[:numel], decoded[1])
-
-
-class Counting(TritonKernels):
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: list[str] = []
-
-    def _enqueue(self, kernel: Any, n: int, args: Sequence[Any], constants: dict[str, Any], warps: int) -> None:
-        self.launches.append(kernel.__name__)
 
 
 def test_a_call_is_one_launch_however_many_layers_it_has() -> None:

@@ -1,7 +1,7 @@
-"""`cgx bench allreduce`: the arguments, the run of the ranks, and what is printed and written.
+"""`cgx bench allreduce`: the arguments, the run of the ranks, and the output.
 
-What the ranks do is in allreduce.py and busy.py, the JSON in report.py, the picture in plot.py, where they run in
-places.py.
+The ranks' work is in allreduce_ranks.py and busy.py, the hosts they run on in places.py, the JSON in report.py, and the
+plot in plot.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch_cgx.cli.bench.places import add_place_arguments, format_link, process
 from torch_cgx.cli.registry import UsageError, command
 
 SETTINGS = ("bits", "bucket_size", "quantizer", "dtype", "device", "sizes", "against", "seconds", "busy")
-"""What the ranks are told of the arguments."""
+"""The arguments that are sent to the ranks."""
 
 
 def against(text: str) -> tuple[str, ...]:
-    """Backends to compare with; `none` for cgx alone."""
+    """Return the backends to compare with. `none` means cgx alone."""
     names = () if text == "none" else tuple(text.split(","))
     if not set(names) <= {"gloo", "mpi", "nccl"} or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: gloo, mpi, nccl or none")

@@ -1,22 +1,20 @@
-"""What one rank does in `cgx bench allreduce`: check every backend's result, then time all of them in turn.
+"""One rank's part of `cgx bench allreduce`: check every backend's result, then time all of them in turn.
 
-All backends are measured in the same processes, each on a group of its own, so that they meet the same
-machine in the same minute. Printing, files and starting processes are the parent's part (bench.py,
-processes.py).
+All backends are measured in the same processes, each on a group of its own, so that conditions on the machine are the
+same for all. The parent prints, writes files and starts processes (allreduce.py, processes.py).
 
 Per size of tensor:
-1. Check: one all_reduce of random values on every backend, against the sum in float64, and bit for bit
-   between ranks. A wrong sum ends the run: the speed of a wrong answer is of no interest.
-2. Warm up, estimate the time of one operation and agree on it (the slowest rank's counts), and from that on
-   the length of a batch and the number of batches.
-3. Batches, the backends in turn and every other round in reverse order. A batch restores the values (growing
-   sums would overflow), does one operation that is not timed (it brings the ranks together), then times
-   `ops_per_batch` operations one after the other. There is no barrier between operations: it would measure
-   its own skew. Between nodes a batch begins with empty token buckets: what a link had saved while it was idle
-   would carry the first operations faster than its rate.
+1. Check: one all_reduce of random values on every backend, against the sum in float64, and bit for bit between ranks.
+   A wrong sum ends the run: the speed of a wrong answer does not matter.
+2. Warm up, and estimate the time of one operation. All ranks use the slowest rank's estimate to set the length of a
+   batch and the number of batches.
+3. Batches, with the backends in turn and every other round in reverse order. A batch restores the values (growing sums
+   would overflow), runs one operation that is not timed (it synchronizes the ranks), then times `ops_per_batch`
+   operations one after the other. There is no barrier between operations: it would measure its own skew. Between nodes
+   a batch begins with empty token buckets: tokens saved by an idle link would let the first operations exceed its rate.
 4. With busy: the same operation asynchronously, while the main thread is quiet or busy (busy.py).
 
-Time of a batch: its slowest rank's. Median: of batches, divided by their operations. p95: of single
+The time of a batch is its slowest rank's. The median is over batches, divided by their operations. p95 is over single
 operations on rank 0.
 """
 
@@ -48,32 +46,32 @@ from torch_cgx.config import DEFAULT_QUANTIZER, Compression
 TIMEOUT_S = 120.0
 BATCH_S = 0.020
 SLOW_S = 0.5
-"""An operation that takes so long, as on a slow link, hardly notices what is allocated on first use."""
+"""If an operation takes this long, as on a slow link, allocations on first use hardly matter."""
 MIN_OPS, MIN_BATCHES, MAX_BATCHES = 2, 5, 50
 DRAIN_NBYTES = 4 * hosts.BURST_NBYTES
 PROGRESS_EVERY_S = 0.25
-"""Not more often: on a small machine the parent's bar would take time from the ranks."""
+"""The shortest time between reports: on a small machine the parent's bar would take time from the ranks."""
 CHECK_NUMEL = 1 << 20
-"""Values that are checked at a time, to keep the float64 copies small."""
+"""The number of values to check at a time, which keeps the float64 copies small."""
 
 EXPONENTS = {torch.float32: (-100, 110), torch.bfloat16: (-100, 110), torch.float16: (-8, 13)}
-"""Powers of two between which values may grow in a batch: no denormals first, no infinity last."""
+"""The powers of two between which values may grow in a batch, without denormals at the start or infinity at the end."""
 
 
 class WrongResult(CommandFailed):
-    """A backend's sum is not what it must be."""
+    """A backend's sum is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be measured; the same on all ranks."""
+    """The measurements to make, identical on all ranks."""
 
     bits: int
     bucket_size: int
     dtype: str
     sizes: tuple[int, ...]  # bytes of the tensor
-    against: tuple[str, ...]  # backends beside cgx
-    seconds: float  # to spend on one size of one backend
+    against: tuple[str, ...]  # backends other than cgx
+    seconds: float  # to spend per size and backend
     busy: bool
     nodes: int = 1
     device: str = "cpu"
@@ -95,11 +93,11 @@ class Contestant:
 @dataclass(frozen=True, slots=True)
 class Check:
     relative_error: float  # |result - exact| / |exact|, Euclidean norms
-    relative_error_allowed: float | None  # of rotated values; of others each value by itself is judged
+    relative_error_allowed: float | None  # for rotated values; other values are judged one by one
     max_error: float
     max_error_allowed: float | None
     same_bits: bool  # on all ranks
-    sent_nbytes: float | None  # by this rank for one operation, where it is known
+    sent_nbytes: float | None  # by this rank for one operation, if known
 
 
 def run(arguments: Message, report: Report) -> Message:
@@ -124,7 +122,7 @@ def run(arguments: Message, report: Report) -> Message:
 
 
 def check(arguments: Message, report: Report) -> Message:
-    """Only the check of cgx, on one size: for `cgx doctor`. Raises `WrongResult`."""
+    """Run only the check of cgx, on one size: for `cgx doctor`. Raises `WrongResult`."""
     sizes = (arguments.pop("nbytes"),)
     plan = Plan(**arguments, sizes=sizes, against=(), seconds=0.0, busy=False)
     join_world(TIMEOUT_S)
@@ -135,7 +133,7 @@ def check(arguments: Message, report: Report) -> Message:
 
 
 def check_cgx(plan: Plan) -> tuple[Check, Contestant]:
-    """The check of cgx on the first size, in ranks that have joined, and the group it was made on."""
+    """Check cgx on the first size, in ranks that have joined. Return the check and its contestant."""
     (ours,) = _contestants(plan)
     return _check(plan, ours, plan.sizes[0]), ours
 
@@ -143,7 +141,7 @@ def check_cgx(plan: Plan) -> tuple[Check, Contestant]:
 def _contestants(plan: Plan) -> list[Contestant]:
     torch_cgx.set_default(bits=plan.bits, bucket_size=plan.bucket_size, quantizer=plan.quantizer)
     place = gpus.place_of(plan.device)
-    place.put(torch.empty(1))  # this rank's device is the current one from now on, as NCCL wants it
+    place.put(torch.empty(1))  # makes this rank's device the current one, which NCCL needs
     timeout = timedelta(seconds=plan.timeout_s)
     return [
         Contestant(backend, dist.new_group(backend=backend, timeout=timeout), place)
@@ -186,7 +184,7 @@ def _measure(plan: Plan, contestants: list[Contestant], nbytes: int, progress: _
 def _batch(
     plan: Plan, contestant: Contestant, tensor: torch.Tensor, source: torch.Tensor, ops: int
 ) -> tuple[list[int], tuple[int, int]]:
-    """Nanoseconds of each of `ops` consecutive operations; bytes that crossed this node's link, both ways."""
+    """Return the nanoseconds of each of `ops` consecutive operations, and the bytes on this node's link, both ways."""
     tensor.copy_(source)
     if plan.nodes > 1:
         dist.all_reduce(torch.zeros(DRAIN_NBYTES, dtype=torch.uint8))
@@ -202,13 +200,13 @@ def _batch(
 
 
 def _link_nbytes(plan: Plan) -> tuple[int, int]:
-    """Sent and received by this node so far; nothing where all ranks are on one host."""
+    """Return the bytes that this node has sent and received so far, or zeros if all ranks are on one host."""
     return count_link_nbytes(os.environ["GLOO_SOCKET_IFNAME"]) if plan.nodes > 1 else (0, 0)
 
 
 def _estimate(plan: Plan, contestant: Contestant, tensor: torch.Tensor, source: torch.Tensor) -> float:
-    """Seconds of one operation, the same number on all ranks."""
-    for ops in (2, 3, 10):  # the first rounds pay for what a backend allocates on first use
+    """Return the seconds of one operation, the same number on all ranks."""
+    for ops in (2, 3, 10):  # the first rounds pay for a backend's allocations on first use
         ops = min(ops, _most_ops(tensor.dtype) - 1)
         times = sorted(_batch(plan, contestant, tensor, source, ops)[0])
         seconds = _agree(times[len(times) // 2] * 1e-9)
@@ -218,20 +216,20 @@ def _estimate(plan: Plan, contestant: Contestant, tensor: torch.Tensor, source: 
 
 
 def _most_ops(dtype: torch.dtype) -> int:
-    """Operations until values that grow with every sum leave the dtype's range."""
+    """Return the number of operations until values, which grow with every sum, leave the dtype's range."""
     low, high = EXPONENTS[dtype]
     return int((high - low) / math.log2(dist.get_world_size()))
 
 
 def _source(plan: Plan, nbytes: int) -> torch.Tensor:
-    """This rank's values at the start of a batch."""
+    """Return this rank's values at the start of a batch."""
     dtype: torch.dtype = getattr(torch, plan.dtype)
     values = torch.cat([part for _, part in _parts(dist.get_rank(), nbytes // dtype.itemsize, dtype)])
     return gpus.place_of(plan.device).put(values.mul_(2.0 ** EXPONENTS[dtype][0]))
 
 
 def _parts(rank: int, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """Random values of any rank, made without communication, in parts: (first index, values)."""
+    """Yield the random values of any rank, made without communication, in parts: (first index, values)."""
     for start in range(0, numel, CHECK_NUMEL):
         generator = torch.Generator().manual_seed(start * 1009 + rank)
         count = min(CHECK_NUMEL, numel - start)
@@ -239,14 +237,14 @@ def _parts(rank: int, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, tor
 
 
 def _agree(value: float) -> float:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     shared = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return float(shared)
 
 
 def _check(plan: Plan, contestant: Contestant, nbytes: int) -> Check:
-    """One all_reduce against the sum in float64. Raises `WrongResult` on all ranks alike."""
+    """Check one all_reduce against the sum in float64. Raises `WrongResult` on all ranks or on none."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype: torch.dtype = getattr(torch, plan.dtype)
     numel = nbytes // dtype.itemsize
@@ -272,7 +270,7 @@ def _check(plan: Plan, contestant: Contestant, nbytes: int) -> Check:
         low, high = torch.minimum(low, both.amin(1)), torch.maximum(high, both.amax(1))
 
     codec = Compression(plan.bits, plan.bucket_size, plan.quantizer).codec() if contestant.backend == "cgx" else RAW
-    rounding = world * torch.finfo(dtype).eps  # adding in the tensor's own dtype rounds once an addition
+    rounding = world * torch.finfo(dtype).eps  # adding in the tensor's own dtype rounds once per addition
     relative_error = math.sqrt(error_square / exact_square)
     relative_error_allowed: float | None = None
     max_error_allowed: float | None = None
@@ -284,9 +282,9 @@ def _check(plan: Plan, contestant: Contestant, nbytes: int) -> Check:
     else:
         max_error_allowed = rounding * largest
         if not codec.is_exact:
-            # A quantized value is off by less than one unit of its block, also in stochastic mode, and no block
-            # has a wider range than the tensor. Contributions are quantized once, and then so is their sum,
-            # whose range their errors may have widened.
+            # A quantized value is off by less than one unit of its block, even in stochastic mode, and no block has a
+            # wider range than the tensor. Contributions are quantized once, and then their sum is. Their errors may
+            # have widened its range.
             levels = 2**codec.bits - 1
             units = (high - low) / levels
             contributions = float(units[:world].sum())
@@ -315,7 +313,7 @@ def _check(plan: Plan, contestant: Contestant, nbytes: int) -> Check:
 
 
 def _sent_nbytes(contestant: Contestant) -> float | None:
-    """Bytes this rank has sent for the group so far, where the backend counts them."""
+    """Return the bytes that this rank has sent for the group so far, or None if the backend does not count them."""
     if contestant.backend != "cgx":
         return None
     counts: dict[str, Any] = dict(torch_cgx.stats(contestant.group))
@@ -323,7 +321,7 @@ def _sent_nbytes(contestant: Contestant) -> float | None:
 
 
 class _SizeProgress:
-    """Progress of one size as a fraction of all of them, told by rank 0 and not too often."""
+    """Progress within one size as a fraction of all sizes, reported by rank 0 at limited frequency."""
 
     def __init__(self, report: Report, index: int, count: int, nbytes: int) -> None:
         self._report, self._index, self._count, self._nbytes = report, index, count, nbytes

@@ -1,12 +1,12 @@
-"""Times several cases in one run, in turn, so that what else happens on the machine hits all of them alike.
+"""The timing of several cases in turn in one run, so that other work on the machine affects all of them equally.
 
-1. Warm up every case and estimate its time; from that the operations of a batch (short ones are timed several
+1. Warm up every case and estimate its time. The estimates set the operations of a batch (short ones are timed several
    at a time) and the number of rounds.
-2. Rounds: one batch of every case, every other round in reverse order. A batch first restores what the case
-   changes, does one operation that is not timed where operations are short (so that caches hold what this case
-   needs, not what the one before it left), then times its operations together.
+2. Rounds: one batch of every case, every other round in reverse order. A batch first restores the case's input. If
+   operations are short, it then runs one that is not timed, so that caches hold this case's data and not that of the
+   case before. Then it times its operations together.
 
-What a case does is not known here.
+This module does not know what a case does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 60
 
 
 class Timed(Protocol):
-    """What is timed, and what must be put back before: an operation may change its own input."""
+    """An operation to time, and a function that restores its input, because it may change that."""
 
     @property
     def run(self) -> Callable[[], object]: ...
@@ -39,7 +39,7 @@ class Samples:
 
 
 def alternate(cases: Sequence[Timed], seconds: float, progress: Callable[[float], None]) -> list[Samples]:
-    """Samples of every case, in the cases' order, after about `seconds` for each of them."""
+    """Return samples of every case, in the cases' order, after about `seconds` per case."""
     estimates = [_estimate(case) for case in cases]
     ops = [max(1, min(math.ceil(BATCH_S / estimate), MAX_OPS)) for estimate in estimates]
     round_s = sum(estimate * count for estimate, count in zip(estimates, ops, strict=True))
@@ -54,13 +54,13 @@ def alternate(cases: Sequence[Timed], seconds: float, progress: Callable[[float]
 
 
 def _estimate(case: Timed) -> float:
-    """Seconds of one operation; the first ones, which touch new memory, do not count."""
+    """Return the seconds of one operation. The first ones, which touch new memory, do not count."""
     _batch(case, 1)
     return min(_batch(case, 2) / 2, _batch(case, 2) / 2) * 1e-9
 
 
 def _batch(case: Timed, ops: int) -> int:
-    """Nanoseconds of `ops` consecutive operations."""
+    """Return the nanoseconds of `ops` consecutive operations."""
     run = case.run
     if case.restore is not None:
         case.restore()

@@ -1,9 +1,8 @@
-"""How long an asynchronous all_reduce takes while the main thread is quiet, and while it computes in Python.
+"""The time of an asynchronous all_reduce while the main thread is quiet, and while it computes in Python.
 
-Python threads share one lock; an engine that needs it for every step stands still while the main thread
-works. The duration is the operation's own: by its native time stamps where the Work has them
-(`native_seconds`, backend cgx), else from a callback on its future. That callback itself must wait for the
-lock, so the busy figure of such a backend is an upper bound.
+Python threads share one lock, so an engine that needs it for every step stops while the main thread works. The
+duration comes from the operation's native time stamps if the Work has them (`native_seconds`, backend cgx), else from a
+callback on its future. That callback must wait for the lock, so the busy figure of such a backend is an upper bound.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch_cgx.cli.processes import Message
 
 MIN_SAMPLES, MAX_SAMPLES = 5, 40
 LOOPS = 500
-"""Steps of Python between two looks whether the operation has ended: some tens of microseconds."""
+"""Steps of Python between two checks whether the operation has ended: some tens of microseconds."""
 
 
 def measure(
     group: dist.ProcessGroup, source: torch.Tensor, *, agree: Callable[[float], float], seconds: float
 ) -> Message:
-    """Quiet and busy operations in turn; `agree` makes a number the same on all ranks."""
+    """Time quiet and busy operations in turn. `agree` makes a number identical on all ranks."""
     tensor = source.clone()
     first_s, clock = _operation(group, tensor, source, busy=False)
     samples = int(seconds / (4 * agree(first_s)))  # quiet, busy, and one untimed operation before each
@@ -41,9 +40,9 @@ def measure(
 def _operation(
     group: dist.ProcessGroup, tensor: torch.Tensor, source: torch.Tensor, *, busy: bool
 ) -> tuple[float, str]:
-    """Seconds from submission to completion, and the clock that says so."""
+    """Return the seconds from submission to completion, and the clock that they come from."""
     tensor.copy_(source)
-    dist.all_reduce(tensor, group=group)  # brings the ranks together
+    dist.all_reduce(tensor, group=group)  # synchronizes the ranks
     start = time.perf_counter()
     work: Any = dist.all_reduce(tensor, group=group, async_op=True)
     native = hasattr(work, "native_seconds")

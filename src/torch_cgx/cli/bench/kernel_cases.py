@@ -1,14 +1,14 @@
-"""What `cgx bench kernels` times: one case for each operation, dtype, width, SIMD level and peer.
+"""The cases of `cgx bench kernels`: one for each operation, dtype, width, SIMD level and peer.
 
-A group is all cases of one size and width; they are checked here and timed together (alternate.py). Every case
-of a group handles the same number of values, and reads and writes the same buffers where it can:
+A group is all cases of one size and width. They are checked here and timed together (alternate.py). Every case
+of a group handles the same number of values, and reads and writes the same buffers if it can:
 
     quantize            encode, rounding to nearest
     dequantize          decode over the values
     dequantize-add      decode and add to the values
     reduce              add one payload to the values, halve, encode, write the decoded back: one fused call
     quantize-stochastic encode, stochastic rounding
-    quantize-residual   encode with error feedback, where the kernels have it
+    quantize-residual   encode with error feedback, if the kernels have it
 
 `layer_cases` are another group: one call for 200 layers of mixed widths against one call for each width.
 Measuring, tables and files are elsewhere.
@@ -46,18 +46,18 @@ from torch_cgx.plan.layout import Chunk, Layer, make_layout
 
 STOCHASTIC = Rounding(stochastic=True, seed=1)
 SCALE = 0.5
-"""Of `reduce`: the mean of the values and the payload, so that values stay as large as they are."""
+"""The scale of `reduce`: the mean of the values and the payload, so that values keep their magnitude."""
 LAYERS = 200
 LAYER_OPERATIONS = ("quantize", "dequantize", "reduce")
 LAYER_SIZES = 1000
-"""The largest of the layers has about so many times the values of the smallest, as a weight has of a bias."""
+"""The largest layer has up to this many times the values of the smallest, like a weight compared to a bias."""
 
 Labels = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    labels: Labels  # what it is: fields of the cell in the report
+    labels: Labels  # the fields that name it in its cell of the report
     run: Callable[[], object]
     check: Callable[[], Check]
     restore: Callable[[], object] | None = None
@@ -76,21 +76,21 @@ def make_kernels(level: Level) -> NativeKernels:
 
 
 def has_residual() -> bool:
-    """Whether these kernels can keep what rounding loses."""
+    """Return whether these kernels can keep the rounding error."""
     return "residual" in inspect.signature(NativeKernels.encode).parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive values of one dtype, and what operations on them write to."""
+    """Consecutive values of one dtype, and the buffers that operations on them write to."""
 
     values: Tensor
     work: Tensor
-    residual: Tensor | None  # float32; None where the kernels have no such operation
+    residual: Tensor | None  # float32; None if the kernels have no such operation
 
 
 class Buffers:
-    """The values of one size, in every dtype, and as much room to write to; touched, so that pages are there."""
+    """The values of one size in every dtype, and buffers of the same size, touched so that their pages exist."""
 
     def __init__(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
         self.numel = numel
@@ -142,7 +142,7 @@ def _memcpy_case(buffers: Buffers) -> Case:
 
 
 def _cgx_cases(kernels: NativeKernels, chunk: Chunk, part: Part, labels: Labels) -> Iterator[Case]:
-    """Every operation of ours on one payload of the values."""
+    """Yield every operation of ours on one payload of the values."""
     pieces, values, work, residual = chunk.pieces, part.values, part.work, part.residual
     payload, out = (torch.zeros(chunk.nbytes, dtype=torch.uint8) for _ in range(2))
     kernels.encode(pieces, values, payload, NEAREST)
@@ -208,9 +208,9 @@ def _cgx_cases(kernels: NativeKernels, chunk: Chunk, part: Part, labels: Labels)
 
 
 def layer_cases(buffers: Buffers, codecs: Sequence[Codec], levels: Sequence[Level]) -> list[Case]:
-    """Pairs of cases in float32: one call for all layers, then one call for each width, with as many values of it.
+    """Return pairs of cases in float32: one call for all layers, then one call per width with as many values of it.
 
-    Both handle the same number of values at each width, so that the difference is what layers cost: their tables
+    Both handle the same number of values at each width, so that the difference is the cost of layers: their tables
     and their incomplete blocks.
     """
     dtype = torch.float32
@@ -248,7 +248,7 @@ def _by_operation(cases: Iterator[Case]) -> dict[str, Case]:
 
 
 def _together(labels: Labels, cases: Sequence[Case], restore: Callable[[], object] | None) -> Case:
-    """Several cases, one after the other, as one."""
+    """Return one case that runs several cases one after the other."""
 
     def run() -> None:
         for case in cases:
@@ -261,7 +261,7 @@ def _together(labels: Labels, cases: Sequence[Case], restore: Callable[[], objec
 
 
 def mixed_layers(numel: int, codecs: Sequence[Codec]) -> tuple[Layer, ...]:
-    """As many layers as `LAYERS`, of very different sizes and widths, the same ones every time."""
+    """Return `LAYERS` layers of very different sizes and widths, the same ones every time."""
     draw = random.Random(200)
     sizes = [LAYER_SIZES ** draw.random() for _ in range(LAYERS)]
     ends = [round(numel * part / sum(sizes)) for part in accumulate(sizes)]
@@ -269,7 +269,7 @@ def mixed_layers(numel: int, codecs: Sequence[Codec]) -> tuple[Layer, ...]:
 
 
 def _one_chunk(layers: tuple[Layer, ...], dtype: torch.dtype) -> Chunk:
-    """The layers as one table, as the one rank of a group would have it."""
+    """Return the layers as one table, as for a group of one rank."""
     numel = sum(layer.numel for layer in layers)
     ((chunk,),) = (one.chunks for one in make_layout(layers, 1, dtype.itemsize, numel * dtype.itemsize).slices)
     return chunk
@@ -278,7 +278,7 @@ def _one_chunk(layers: tuple[Layer, ...], dtype: torch.dtype) -> Chunk:
 def _check_pieces(
     what: str, pieces: Sequence[Piece], values: Tensor, got: Tensor, loss: Loss, factor: float = 1.0
 ) -> Check:
-    """Every piece within its own bound; the worst of them."""
+    """Check every piece against its own bound, and return the worst check."""
     checks = []
     for piece in pieces:
         span = slice(piece.offset, piece.offset + piece.numel)

@@ -1,7 +1,7 @@
-"""Whether a kernel's result is within its error bound: nobody should time garbage.
+"""Checks that a kernel's result is within its error bound, because timing a wrong result is pointless.
 
-Up to a million values of a buffer are looked at, in whole blocks spread evenly over it. The bound is worked
-out from the values alone, not by any of the library's code.
+Up to a million values of a buffer are checked, in whole blocks spread evenly over it. The bound is computed from the
+values alone, without any of the library's code.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ CHECKED_NUMEL = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Check:
     relative_error: float  # |result - exact| / |exact|, Euclidean norms
-    max_error_share: float  # the largest error of a value, as a share of what is allowed for it
+    max_error_share: float  # the largest error of a value, as a share of its allowed error
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an operation of ours may lose."""
+    """The error that an operation of ours may have."""
 
-    units: float  # of max-min values: so many steps between two levels, each value by itself
-    encodings: float  # of rotated values: so many times the squared error of encoding them once, all together
+    units: float  # max-min: steps between two levels, for each value
+    encodings: float  # rotated: multiple of the squared error of one encoding, for all values together
 
 
 ROUNDED = Loss(0.5, 1.0)
 ROUNDED_AT_RANDOM = Loss(1.0, 1.0)
-# Half of the error of the payload, and then that of encoding the sum, which the former may have widened.
+# Half of the payload's error, plus the error of encoding the sum, whose range the first error has widened.
 REDUCED = Loss(1.0, 1.5)
 KEPT = Loss(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far a value may be off: so many steps between two levels, and a rounding of its dtype."""
+    """The allowed error of a value: a number of steps between two levels, and a rounding of its dtype."""
 
     bits: int
     block: int
     units: float  # 0.5: rounded to the nearest level
     whole: bool = False  # one range for the whole tensor, not one for each block
-    coarseness: float = 0.0  # of the range: for peers that store a block's range in float16
+    coarseness: float = 0.0  # error of the range, for peers that store a block's range in float16
 
 
 def check_result(what: str, values: Tensor, got: Tensor, bound: Bound, *, factor: float = 1.0) -> Check:
-    """Compare a result with `factor` times the values. Raises `CommandFailed` where it is wrong."""
+    """Compare a result with `factor` times the values. Raises `CommandFailed` if it is wrong."""
     blocks, results = (_some_blocks(x, bound.block) for x in (values, got))
     if bound.whole:
         lo, hi = (x.double() for x in values.aminmax())
@@ -76,7 +76,7 @@ def check_rotated(what: str, values: Tensor, got: Tensor, bits: int, loss: Loss,
     exact = factor * values.double()
     norm, error = float(exact.norm()), float((got.double() - exact).norm())
     rounding = 2 * (torch.finfo(values.dtype).eps + 2.0**-20)
-    once = rotated_error_allowed(bits, values.numel(), 1) / factor  # what was encoded are the values themselves
+    once = rotated_error_allowed(bits, values.numel(), 1) / factor  # the values were encoded without the factor
     allowed = (loss.encodings**0.5 * once + rounding) * norm
     if not error <= allowed:  # NaN is wrong too
         raise CommandFailed(
@@ -86,13 +86,13 @@ def check_rotated(what: str, values: Tensor, got: Tensor, bits: int, loss: Loss,
 
 
 def check_same(what: str, got: Tensor, expected: Tensor) -> None:
-    """Two tensors that must hold the same bits."""
+    """Check that two tensors hold the same bits."""
     if not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
         raise CommandFailed(f"{what} is wrong: the values written back are not what the payload decodes to")
 
 
 def _some_blocks(x: Tensor, block: int) -> Tensor:
-    """Blocks, one a row, in float64; the last value fills the last block up."""
+    """Return blocks in float64, one per row. The last block is padded with the last value."""
     missing = -x.numel() % block
     if missing:
         x = torch.cat((x, x[-1:].expand(missing)))

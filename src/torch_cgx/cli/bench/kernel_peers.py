@@ -1,11 +1,11 @@
-"""Other quantizers that `cgx bench kernels` compares with, each on one thread and as fast as its users can have it.
+"""Other quantizers that `cgx bench kernels` compares with, each on one thread and as fast as its users can run it.
 
 FBGEMM, as torch ships it: rows of the block's length, each with its own range, at 8, 4 and 2 bits, float32. It
-allocates what it returns; see `reused_memory`.
+allocates its results; see `reused_memory`.
 
 piquant (PyPI: pypiquant): one range for the whole tensor, at 8, 4 and 2 bits, float32 and bfloat16. Its users
-must find scale and zero point before they quantize, with its own function: that is part of the time here, as
-finding a block's range is part of ours. Outputs are allocated before, and its context has one thread.
+must find scale and zero point with its own function before they quantize. That counts here, because finding a
+block's range counts for ours. Outputs are allocated in advance, and its context has one thread.
 
 memcpy: torch's copy of one float32 buffer to another.
 """
@@ -30,7 +30,7 @@ WIDTHS = {8: "byte", 4: "4bit", 2: "2bit"}
 
 @dataclass(frozen=True, slots=True)
 class PeerCase:
-    """One operation of a peer: what to time, and how to see that it is right."""
+    """One operation of a peer: the function to time, and its check."""
 
     operation: str
     run: Callable[[], object]
@@ -67,7 +67,7 @@ def piquant_missing() -> str | None:
         importlib.import_module("piquant")
     except ModuleNotFoundError:
         return "not installed: pip install pypiquant"
-    except Exception as error:  # it loads a library by hand: whatever goes wrong, ours can still be measured
+    except Exception as error:  # it loads a library by hand and may raise anything; ours can still be measured
         return f"cannot be imported ({type(error).__name__}: {error}): pip install pypiquant"
     return None
 
@@ -123,7 +123,7 @@ def piquant_cases(values: Tensor, work: Tensor, bits: int, block: int) -> list[P
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    missing: Callable[[], str | None]  # why it cannot be measured
+    missing: Callable[[], str | None]  # the reason why it cannot be measured
     version: Callable[[], str]
     cases: Callable[[Tensor, Tensor, int, int], list[PeerCase]]  # values, a buffer like them, bits, block
 
@@ -140,8 +140,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 def reused_memory() -> Iterator[None]:
     """Let glibc keep freed memory for the next allocation, however large.
 
-    By default a large tensor is new memory from the kernel each time. FBGEMM allocates what it returns, and
-    would spend nine tenths of an unpack in page faults, which say nothing about its kernels.
+    By default a large tensor is new memory from the kernel each time. FBGEMM allocates its results, and would spend
+    nine tenths of an unpack in page faults, which tell nothing about its kernels.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

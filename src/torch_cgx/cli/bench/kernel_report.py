@@ -1,20 +1,20 @@
-"""What `cgx bench kernels` makes of its samples: the cells of its JSON, the tables, and the goals.
+"""The results of `cgx bench kernels`: the cells of its JSON, the tables, and the goals.
 
-The head of the JSON is that of every benchmark (report.py); kind is "kernels". Beyond it:
+The head of the JSON is that of every benchmark (report.py), with kind "kernels". Further fields:
 
     settings        sizes, bits, bucket_size, quantizer, dtypes, simd, threads, against, seconds; older files have no
                     quantizer: it is maxmin
-    peers           {peer that was measured: its version}
-    missing         {peer that was not: why}
+    peers           {measured peer: its version}
+    missing         {peer that was not measured: the reason}
     cells           one per size, width and case; those of one size and width were measured in turn, and each such
                     group has its own memcpy:
         nbytes, numel       of the float32 buffer; a 16-bit dtype has as many values
         group_bits          the width of the group
         backend             "cgx", "memcpy", "fbgemm" or "piquant"
         operation           see kernel_cases.py
-        dtype, bits, bucket_size, simd, threads     null where it has no meaning
-        check               relative_error, max_error_share (of the error that is allowed, to one value or, rotated, to
-                            all together; see kernel_check.py)
+        dtype, bits, bucket_size, simd, threads     null if it has no meaning
+        check               relative_error, max_error_share (of the allowed error, of one value or, if rotated, of all
+                            together; see kernel_check.py)
         ops_per_batch       consecutive operations of one batch
         batch_ns            nanoseconds of every batch
         median_s, p95_s     of batch_ns / ops_per_batch
@@ -45,7 +45,7 @@ GOAL_NBYTES, GOAL_BLOCK = 64 << 20, 1024
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The least ratio that we want of max-min kernels, at 64 MB, 1024 values a block, one thread, with AVX-512."""
+    """The least ratio that we want for max-min kernels, at 64 MB, 1024 values per block, one thread, with AVX-512."""
 
     operations: tuple[str, ...]
     other: str
@@ -62,12 +62,12 @@ GOALS = (
     Goal(OPERATIONS, "piquant", 1.0),
 )
 AVX2_SHARE = 0.7
-"""Of a goal against memcpy, where only AVX2 is used."""
+"""The share of a goal against memcpy that holds with AVX2."""
 MOST_OVERHEAD = 0.10
 
 
 def least_ratio(report: dict[str, Any], nbytes: int, operation: str, other: str, simd: str) -> float | None:
-    """The goal for an operation at a size and SIMD level; None where there is none."""
+    """Return the goal for an operation at a size and SIMD level, or None if there is none."""
     settings = report["settings"]
     if nbytes != GOAL_NBYTES or settings["bucket_size"] != GOAL_BLOCK or quantizer_prefix(settings):
         return None
@@ -79,7 +79,7 @@ def least_ratio(report: dict[str, Any], nbytes: int, operation: str, other: str,
 
 
 def summary(samples: Any) -> Cell:
-    """What is told of the samples of any case."""
+    """Return the fields of a cell that come from the samples of a case."""
     each = [nanoseconds / samples.ops_per_batch * 1e-9 for nanoseconds in samples.batch_ns]
     return {
         "ops_per_batch": samples.ops_per_batch,
@@ -120,7 +120,7 @@ class Table:
 
 
 def format_kernels(result: dict[str, Any], *, markdown: bool = False) -> str:
-    """Everything that is printed: the machine, the tables, and what was not measured."""
+    """Return the printed text: the machine, the tables, and the peers that were not measured."""
     machine, settings = result["machine"], result["settings"]
     lines = [
         f"{quantizer_prefix(settings)}kernels on {machine['cpu']}, torch {machine['torch']}, "
@@ -138,12 +138,12 @@ def format_kernels(result: dict[str, Any], *, markdown: bool = False) -> str:
 
 
 def distinct(cells: Sequence[Cell], *keys: str) -> list[tuple[Any, ...]]:
-    """The combinations of these fields among our own cells, in order of appearance."""
+    """Return the combinations of these fields among our own cells, in order of appearance."""
     return list(dict.fromkeys(tuple(cell[key] for key in keys) for cell in cells if cell["backend"] == "cgx"))
 
 
 def _width_tables(result: dict[str, Any]) -> list[Table]:
-    """For each size, SIMD level, number of threads and dtype: operations down, widths across."""
+    """Return a table for each size, SIMD level, number of threads and dtype: operations down, widths across."""
     widths = result["settings"]["bits"]
     tables = []
     for nbytes, simd, threads, dtype in distinct(result["cells"], "nbytes", "simd", "threads", "dtype"):
@@ -197,7 +197,7 @@ def _layer_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _goal_tables(result: dict[str, Any]) -> list[Table]:
-    """The lowest ratio of each kind, on one thread, beside what it should be."""
+    """Return a table of the lowest ratio of each kind on one thread, next to its goal."""
     rows = []
     for nbytes, simd in distinct(result["cells"], "nbytes", "simd"):
         cells = [

@@ -1,7 +1,7 @@
-"""`cgx bench kernels`: the arguments, the run, and what is printed and written.
+"""`cgx bench kernels`: the arguments, the run, and the output.
 
-What is timed is in kernel_cases.py and kernel_peers.py, how in alternate.py, the JSON and the tables in
-kernel_report.py, the picture in plot.py.
+The timed cases are in kernel_cases.py and kernel_peers.py, the timing in alternate.py, the JSON and the tables in
+kernel_report.py, and the plot in plot.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PEERS = ("fbgemm", "piquant")
 
 
 def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """A comma list of what `parse` takes, each once."""
+    """Return an argument type for a comma-separated list of items that `parse` takes, without repetition."""
 
     def parse_all(text: str) -> tuple[Any, ...]:
         items = tuple(parse(part) for part in text.split(","))
@@ -50,7 +50,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 
 def against(text: str) -> tuple[str, ...]:
-    """Peers to compare with; `none` for memcpy alone."""
+    """Return the peers to compare with. `none` means memcpy alone."""
     return () if text == "none" else _list_of(_one_of(*PEERS, "none"))(text)
 
 
@@ -203,7 +203,7 @@ def _run(
     peers: tuple[str, ...],
     progress: Progress,
 ) -> tuple[list[Cell], list[Cell]]:
-    """The cells of all sizes and widths, and of the calls with many layers."""
+    """Return the cells of all sizes and widths, and the cells of the calls with many layers."""
     import torch
 
     from torch_cgx.cli.bench.alternate import alternate
@@ -259,7 +259,7 @@ def _run(
 
 
 def _simd_levels(text: str | None) -> list[str]:
-    """The levels asked for, the best first."""
+    """Return the requested levels, the best first."""
     from torch_cgx.config import Settings
     from torch_cgx.kernels import native
 
@@ -279,7 +279,7 @@ def _simd_levels(text: str | None) -> list[str]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch on one thread, for memcpy and FBGEMM."""
+    """Run torch on one thread, for memcpy and FBGEMM."""
     import torch
 
     from torch_cgx.cli.bench.kernel_peers import reused_memory

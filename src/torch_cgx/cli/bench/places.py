@@ -1,4 +1,4 @@
-"""Where `cgx bench allreduce` and `cgx bench train` run: the arguments, their check, the run of the ranks."""
+"""The processes and hosts of `cgx bench allreduce` and `cgx bench train`: their arguments, checks and run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def processes_of(options: argparse.Namespace) -> int:
-    """Processes on each node; or what is wrong with the arguments. On CUDA, without --nproc all GPUs are taken."""
+    """Return the processes per node, or raise `UsageError`. On CUDA without --nproc, all GPUs are used."""
     if options.rate and not options.nodes:
         raise UsageError("argument --rate: a rate is of the links between nodes, so it needs --nodes as well")
     if options.device == "cuda":
@@ -70,9 +70,9 @@ def run_there(
     stage: Callable[[Message], str],
     goodput_s: float = 2.0,
 ) -> tuple[list[Message], Link | None]:
-    """What each rank returned, and what the link between the first two nodes carries, measured before them.
+    """Run the ranks. Return each rank's result, and the goodput of the link between the first two nodes.
 
-    `stage` says what a rank's word of progress is about.
+    The link is measured before the ranks start. `stage` turns a rank's progress message into text.
     """
     from torch_cgx.cli.link import measure_goodput
     from torch_cgx.cli.processes import RankFailed, run_ranks

@@ -1,4 +1,4 @@
-"""Draws a benchmark's report (report.py) to a PNG. Needs matplotlib; measures nothing."""
+"""Plots of a benchmark's report (report.py) as a PNG. This module needs matplotlib and measures nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLOURS = ("#d1495b", "#30638e", "#edae49", "#00798c")
 
 
 def draw_allreduce(report: dict[str, Any], path: Path) -> None:
-    """Left: time of one operation by size, with p95 above the median. Right: how many times faster cgx is."""
+    """Draw the time of one operation by size, with p95 above the median, and on the right the speedup of cgx."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -80,9 +80,9 @@ MARKS = {"fbgemm": ("D", "#d1495b"), "piquant": ("o", "#edae49")}
 
 
 def draw_kernels(report: dict[str, Any], path: Path) -> None:
-    """A row for each size, a column for each operation: speed by width, as a multiple of memcpy's.
+    """Draw the speed by width, as a multiple of memcpy's, in a row per size and a column per operation.
 
-    Of several SIMD levels or numbers of threads, the first.
+    If there are several SIMD levels or numbers of threads, draw the first.
     """
     from matplotlib.figure import Figure
 
@@ -123,7 +123,7 @@ def draw_kernels(report: dict[str, Any], path: Path) -> None:
 
 
 def _draw_operation(place: Any, cells: list[Cell], operation: str, threads: int) -> None:
-    """Bars of ours, one a dtype, and a mark for each peer that has the width, in float32."""
+    """Draw one bar per dtype for ours, and a mark in float32 for each peer that has the width."""
     widths = list(dict.fromkeys(cell["group_bits"] for cell in cells))
     memcpy_s = {cell["group_bits"]: cell["median_s"] for cell in cells if cell["backend"] == "memcpy"}
 
@@ -145,7 +145,7 @@ def _draw_operation(place: Any, cells: list[Cell], operation: str, threads: int)
             rough = ratios("cgx", "quantize-stochastic", dtype, threads)
             ends = [at - width / 2 for at in x], [at + width / 2 for at in x]
             place.hlines(list(rough.values()), *ends, color="black", linewidth=1.5, label="cgx, stochastic")
-    # Peers stand over the float32 bar, which they are to be compared with, a little beside each other.
+    # Peers are drawn over the float32 bar, which they are compared with, slightly apart from each other.
     centre = (dtypes.index("float32") if "float32" in dtypes else (len(dtypes) - 1) / 2) - (len(dtypes) - 1) / 2
     for (name, (marker, colour)), aside in zip(MARKS.items(), (-0.2, 0.2), strict=True):
         theirs = ratios(name, operation, "float32", 1)
@@ -167,7 +167,7 @@ def settings_text(report: dict[str, Any]) -> str:
 
 
 def where_text(report: dict[str, Any]) -> str:
-    """`2 processes`, or `2 nodes of 1 process, links of 1gbit`."""
+    """Return text such as `2 processes` or `2 nodes of 1 process, links of 1gbit`."""
     nproc, link = report["settings"]["nproc"], report.get("link")
     processes = f"{nproc} process{'es' if nproc > 1 else ''}"
     if not link:

@@ -1,28 +1,28 @@
 """The JSON that `cgx bench --json` writes, and the numbers derived from raw samples.
 
-One schema for every benchmark; fields are only ever added within a version:
+All benchmarks share one schema. Within a version, fields are only added:
 
     schema          "cgx-bench"
     schema_version  1
-    kind            "allreduce", told here; "kernels", told in kernel_report.py; or "train", told in train_report.py
+    kind            "allreduce", described here; "kernels", in kernel_report.py; or "train", in train_report.py
     date            start of the run, ISO 8601, UTC
     command         the arguments after `cgx`
     machine         cpu, cores (that the run may use), os, python, torch, torch_cgx, native (library), simd
-    load            load average of the minute before the start, which a run just before raises too
-    busy_cores      how many worked in the half second before the start; a quiet machine has less than 0.5 of them;
-                    null where it is not known, absent in older files
+    load            load average of the minute before the start, which a preceding run also raises
+    busy_cores      the number of busy cores in the half second before the start, below 0.5 on a quiet machine;
+                    null if unknown, absent in older files
     settings        nproc (on each node), nodes, bits, bucket_size, quantizer, dtype, device, sizes, against, seconds,
                     busy, omp_num_threads; older files have no quantizer: it is maxmin
     link            null on one host; with --nodes:
         nodes, rate         rate as given, null for no limit
-        node_cores          that each node has for itself, null where all share all; absent in older files
+        node_cores          the cores that each node has for itself, null if all share all; absent in older files
         goodput_bit_per_s   of plain TCP from node 0 to 1 and from 1 to 0, at the same time, before the benchmark
     cells           one per size and backend:
         nbytes, numel       of the tensor on each rank
-        backend, bits, bucket_size, quantizer   (bits 32: exact; the others null where they have no meaning)
+        backend, bits, bucket_size, quantizer   (bits 32: exact; the others null if they have no meaning)
         check
             relative_error      |result - sum in float64| / |sum in float64|, Euclidean norms
-            relative_error_allowed          null but for rotated values
+            relative_error_allowed          null except for rotated values
             max_error, max_error_allowed    of one value; the latter null for rotated values
             same_bits           on all ranks
             sent_nbytes         by rank 0 for one operation
@@ -35,7 +35,7 @@ One schema for every benchmark; fields are only ever added within a version:
         gb_per_s            1e-9 * nbytes / median_s
         ratio               {other backend: its median_s / this median_s}, in cells of backend cgx
         link_nbytes         with --nodes: of one operation, by the count of the busiest node's device in its busier
-                            direction (which has one header a train of packets that TCP hands over at once)
+                            direction (with one header per train of packets that TCP hands over at once)
         limit_nbytes        with --nodes: the fewest payload bytes that a node must send, and receive (see least_nbytes)
         limit_share         with --nodes: (8 * limit_nbytes / the smaller goodput) / median_s
     busy            one per size and backend, with --busy; empty without:
@@ -61,7 +61,7 @@ Cell = dict[str, Any]
 
 
 def caution(result: Mapping[str, Any]) -> list[str]:
-    """A line where the machine had other work when the run began."""
+    """Return a line of caution if the machine had other work when the run began."""
     busy = result.get("busy_cores")
     if busy is not None:
         what = f"{busy:.1f} cores were busy"
@@ -72,24 +72,24 @@ def caution(result: Mapping[str, Any]) -> list[str]:
 
 
 def quantizer_prefix(settings: Mapping[str, Any]) -> str:
-    """Return `rotated `, or nothing for max-min, which files mean that have no quantizer."""
+    """Return `rotated `, or nothing for max-min, which is the meaning of files without a quantizer."""
     name = settings.get("quantizer", DEFAULT_QUANTIZER)
     return "" if name == DEFAULT_QUANTIZER else f"{name} "
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of all do not exceed."""
+    """Return the smallest sample that at least `share` of all samples do not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
 
 
 def least_nbytes(nodes: int, numel: int, itemsize: int, compression: Compression) -> float:
-    """The fewest payload bytes that each node must send, and receive, for an all_reduce between nodes.
+    """Return the fewest payload bytes that each node must send, and receive, for an all_reduce between nodes.
 
-    2 (N - 1) / N times the payload of the tensor: a node sends its values to those who add them up, all but the share
-    that it adds up itself, and later the sums of that share to the N - 1 others. Gloo's ring on N ranks sends just
-    that, and so does cgx, of the encoded values. However many ranks a node has, one sum a node is enough; an algorithm
-    that sends each rank's values by themselves gets less than 100 % even with the link full.
+    That is 2 (N - 1) / N times the payload of the tensor: a node sends its values to the nodes that add them up, except
+    the share that it adds up itself, and later the sums of that share to the N - 1 others. Gloo's ring on N ranks sends
+    exactly that, and so does cgx with the encoded values. However many ranks a node has, one sum per node is enough. An
+    algorithm that sends each rank's values separately gets less than 100 % even with the link full.
     """
     payload = min(numel * itemsize, compression.codec().payload_nbytes(numel, itemsize))
     return 2 * (nodes - 1) / nodes * payload
@@ -98,7 +98,7 @@ def least_nbytes(nodes: int, numel: int, itemsize: int, compression: Compression
 def merge_cells(
     of_ranks: Sequence[Sequence[Cell]], *, compression: Compression, link: dict[str, Any] | None = None
 ) -> list[Cell]:
-    """Return one cell of the schema from every rank's cell of the same place. `compression`: that of cgx."""
+    """Return one cell of the schema from all ranks' cells for the same measurement. `compression`: that of cgx."""
     cells = []
     for same in zip(*of_ranks, strict=True):
         first = same[0]

@@ -1,7 +1,7 @@
-"""`cgx bench train`: the arguments, the run of the ranks, and what is printed and written.
+"""`cgx bench train`: the arguments, the run of the ranks, and the output.
 
-What the ranks do is in train.py, who takes part in train_contestants.py, the JSON in train_report.py,
-where they run in places.py.
+The ranks' work is in train_ranks.py, the contestants in train_contestants.py, the JSON in train_report.py, and the
+hosts they run on in places.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def against(text: str) -> tuple[str, ...]:
 
 
 def ours(text: str) -> tuple[str, ...]:
-    """`8,rotated-2,adaptive` -> the names of contestants."""
+    """Return the names of contestants for a list such as `8,rotated-2,adaptive`."""
     names = [_ours(part) for part in text.split(",")]
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it has the same twice")
@@ -48,7 +48,7 @@ def _ours(text: str) -> str:
             return f"cgx-{registry.bits(width)}"
         if quantizer != DEFAULT_QUANTIZER and registry.bits(width) in registry.widths_of(quantizer):
             return text
-    except (argparse.ArgumentTypeError, ValueError):  # of the bits, of the quantizer
+    except (argparse.ArgumentTypeError, ValueError):  # from the bits or the quantizer
         pass
     raise argparse.ArgumentTypeError(
         f"{text!r} is not allowed: widths from 1 to 8, 32 for exact, rotated-1 to rotated-4, or adaptive, "

@@ -1,14 +1,14 @@
-"""Who takes part in `cgx bench train`: a copy of the model each, whose gradients travel in one particular way.
+"""The contestants of `cgx bench train`. Each has a copy of the model and its own way to average gradients.
 
-    ideal       not at all: the step with communication left out, which nobody can beat
-    gloo, nccl  exactly, by torch's own backend
+    ideal       none: the step without communication, which no contestant can beat
+    gloo, nccl  uncompressed, by torch's own backend
     fp16        torch's fp16_compress_hook, over that backend
     powersgd    torch's powerSGD_hook of rank 4, over that backend
-    cgx-N       cgx_hook with N bits, over the cgx backend; N = 32: exactly
-    rotated-N   the same with the rotated quantizer
-    adaptive    cgx_hook with bits that choose themselves
+    cgx-N       cgx_hook with N bits, over the cgx backend; N = 32: uncompressed
+    rotated-N   cgx_hook with N bits and the rotated quantizer
+    adaptive    cgx_hook with adaptive bits
 
-All have the same grad buckets, but for powersgd, which has one: its hook starts collectives when others end, and with
+All have the same grad buckets, except powersgd, which has one. Its hook starts collectives when others end, and with
 several buckets in flight nothing makes all ranks start them in the same order.
 """
 
@@ -39,15 +39,15 @@ IDEAL = "ideal"
 ADAPTIVE = "adaptive"
 POWERSGD_RANK = 4
 POWERSGD_AFTER = 10
-"""Steps that are exact: the hook wants some before it begins."""
+"""The number of exact steps that the hook needs before it begins."""
 CHOOSING = AdaptiveBits(warmup=8, period=64)
-"""A benchmark is shorter than a training, so bits are chosen sooner."""
+"""Bits are chosen sooner than usual, because a benchmark is shorter than a training run."""
 ONE_BUCKET_MB = 1 << 14
 TIMEOUT_S = 300.0
 
 _NAMES = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
-"""By its name in this torch; the statistics of batch norms would be sent at every step, whatever the hook does."""
+"""The argument's name in this torch. The statistics of batch norms would be sent at every step, with any hook."""
 
 Future = torch.futures.Future[Tensor]
 Hook = Callable[[Any, GradBucket], Future]
@@ -55,22 +55,22 @@ Hook = Callable[[Any, GradBucket], Future]
 
 @dataclass(slots=True)
 class Watch:
-    """When DDP handed each grad bucket over, and when its average was there: nanoseconds, of one step."""
+    """The times of one step, in nanoseconds, at which DDP passed each grad bucket and its average was ready."""
 
     handed_ns: list[int] = field(default_factory=list)
     done_ns: list[int] = field(default_factory=list)
     parameters: list[list[Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Forget the step before. In lists of its own: a late callback of that step must not write into this one."""
+        """Start a step with new lists, so that a late callback of the step before cannot write into this one."""
         self.handed_ns, self.done_ns, self.parameters = [], [], []
 
     def settle(self, now_ns: int) -> None:
-        """The step's backward has ended: all averages are there, also those whose callback has not run yet."""
+        """End the step after its backward. All averages are ready by then, even if a callback has not run yet."""
         self.done_ns[:] = [done or now_ns for done in self.done_ns]
 
     def busy_s(self) -> float:
-        """Seconds in which at least one bucket was on its way."""
+        """Return the seconds in which at least one bucket was being averaged."""
         total = end = 0
         for start, stop in sorted(zip(self.handed_ns, self.done_ns, strict=True)):
             total += max(0, stop - max(start, end))
@@ -78,7 +78,7 @@ class Watch:
         return total * 1e-9
 
     def over(self, state: Any, hook: Hook) -> Hook:
-        """The same hook, watched."""
+        """Return a hook that calls `hook` and records its times."""
 
         def watched(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             index = len(self.handed_ns)
@@ -104,17 +104,17 @@ class Contestant:
     optimizer: torch.optim.Optimizer
     watch: Watch
     state: Any
-    seconds: float = 0.0  # it has trained
+    seconds: float = 0.0  # of training so far
     steps: int = 0
-    curve: list[tuple[float, float]] = field(default_factory=list)  # seconds, and the loss on what was held out
+    curve: list[tuple[float, float]] = field(default_factory=list)  # seconds, and the loss on the held-out data
     step_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)
-    in_step_s: list[float] = field(default_factory=list)  # of the ideal one: with all ranks ending each step together
+    in_step_s: list[float] = field(default_factory=list)  # of the ideal one, with all ranks ending each step together
     link_nbytes: list[int] = field(default_factory=lambda: [0, 0])
 
     def sent_nbytes(self, world: int) -> float:
-        """What this rank sends a step: a ring's share of all payloads."""
+        """Return the bytes that this rank sends per step: a ring's share of all payloads."""
         numel = sum(parameter.numel() for parameter in self.model.parameters())
         share = 2 * (world - 1) / world
         if self.name == IDEAL:
@@ -130,7 +130,7 @@ class Contestant:
 def enter(
     name: str, kind: Kind, *, bucket_size: int, bucket_mb: float | None, backend: str, device: torch.device
 ) -> Contestant:
-    """A copy of the model, the same for all; called on all ranks in the same order."""
+    """Return a contestant with its own copy of the model. All ranks must call this in the same order."""
     torch.manual_seed(0)
     ours = name == ADAPTIVE or compression_of(name) is not None
     group = dist.new_group(backend="cgx" if ours else backend, timeout=timedelta(seconds=TIMEOUT_S))

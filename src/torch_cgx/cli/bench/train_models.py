@@ -1,8 +1,8 @@
-"""The models of `cgx bench train`, and what they are trained on. Nothing is downloaded, nothing is measured here.
+"""The models of `cgx bench train`, and their training data. Nothing is downloaded or measured here.
 
-Each is of the size at which its kind is trained on ordinary machines: 5 to 11 million parameters. Without `--data`, the
-GPT reads the source of Python's own standard library, and images are noise around one picture a class, from which
-something can be learnt.
+Each model has the size at which its kind is trained on ordinary machines: 5 to 11 million parameters. Without `--data`,
+the GPT reads the source of Python's own standard library. Images are then noise around one picture per class, which a
+model can learn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each beside a short cut, with the norm before it."""
+    """Attention and a perceptron, each with a residual connection and the norm before it."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class ResNet(nn.Module):
 
 
 def perceptron(width: int = 1024) -> nn.Module:
-    """Three hidden layers."""
+    """Return a perceptron with three hidden layers."""
     sizes = [3 * SIDE * SIDE, width, width, width]
     hidden = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, CLASSES))
@@ -145,18 +145,18 @@ def _start_small(model: nn.Module) -> None:
 
 
 class Source:
-    """What a model learns from: the same batch for the same step, whoever asks."""
+    """The training data of a model. A step and rank always get the same batch."""
 
     def batch(self, step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """What no batch has in it."""
+        """Return the held-out data, which is in no batch."""
         raise NotImplementedError
 
 
 class Text(Source):
-    """Bytes of a file, and after each of them the one to be guessed; the last tenth is held out."""
+    """Bytes of a file, each with the next byte as its target. The last tenth is held out."""
 
     def __init__(self, path: Path | None) -> None:
         text = path.read_bytes() if path else library_text()
@@ -174,7 +174,7 @@ class Text(Source):
 
 
 class Images(Source):
-    """Images of an .npz with train_images (n, 32, 32, 3), train_labels, test_images, test_labels; or made up."""
+    """Images of an .npz with train_images (n, 32, 32, 3), train_labels, test_images, test_labels, or generated ones."""
 
     def __init__(self, path: Path | None) -> None:
         if path is None:
@@ -210,7 +210,7 @@ class Images(Source):
 
 
 def library_text() -> bytes:
-    """The modules of Python's standard library, by name, as far as needed."""
+    """Return the source of Python's standard library, modules in order of name, up to the needed length."""
     text = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         text += path.read_bytes()
@@ -239,7 +239,7 @@ class Kind:
     build: Callable[[], nn.Module]
     source: Callable[[Path | None], Source]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    batch: int  # a rank and step
+    batch: int  # per rank and step
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

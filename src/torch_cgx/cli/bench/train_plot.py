@@ -1,4 +1,4 @@
-"""Draws the report of `cgx bench train` to a PNG. Needs matplotlib; measures nothing."""
+"""The plot of `cgx bench train` as a PNG. This module needs matplotlib and measures nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def colour_of(contestant: str) -> str:
 
 
 def draw_train(result: dict[str, Any], path: Path) -> None:
-    """Left: share of ideal scaling, a bar a contestant, the whisker over rounds. Right: loss by each one's own time."""
+    """Draw the share of ideal scaling on the left, with whiskers over rounds, and the loss by own time on the right."""
     from matplotlib.figure import Figure
 
     cells = [cell for cell in result["cells"] if cell["contestant"] != IDEAL]

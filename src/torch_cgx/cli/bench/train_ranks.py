@@ -1,13 +1,13 @@
-"""What one rank does in `cgx bench train`: trains a copy of the model for every contestant, in turn.
+"""One rank's part of `cgx bench train`: it trains a copy of the model for every contestant, in turn.
 
-1. Every contestant warms up (long enough for those that begin exactly, or choose bits after some steps).
-2. Rounds: some steps of every contestant, every other round in reverse order. The first step of a turn is not timed: it
-   waits for whom the turn before has held up. All copies see the same batches, step by step.
-3. After each turn the loss on what was held out, off the clock. The ideal contestant has a second turn, all ranks in
+1. Every contestant warms up, long enough for those that start uncompressed or choose bits after some steps.
+2. Rounds: some steps of every contestant, every other round in reverse order. The first step of a turn is not timed,
+   because it waits for ranks that the turn before has delayed. All copies see the same batches, step by step.
+3. After each turn, the loss on the held-out data, not timed. The ideal contestant has a second turn, with all ranks in
    step: see `turn_in_step`.
 
-A contestant's own clock counts all its steps, the warm-up too, so that losses can be compared at equal time. Printing,
-files and starting processes are the parent's part (train.py, processes.py).
+A contestant's own clock counts all its steps, including the warm-up, so that losses can be compared at equal time. The
+parent prints, writes files and starts processes (train.py, processes.py).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ WARM_UPS = {ADAPTIVE: CHOOSING.warmup + 3, "powersgd": POWERSGD_AFTER + 3}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be trained; the same on all ranks."""
+    """The training to run, identical on all ranks."""
 
     model: str
     contestants: tuple[str, ...]
     batch: int
     rounds: int
-    steps: int  # timed, a round
+    steps: int  # timed steps per round
     bucket_size: int
     bucket_mb: float | None
     data: str | None
@@ -63,12 +63,12 @@ class Plan:
 
 @dataclass(slots=True)
 class Phases:
-    """Of every step of the ideal contestant, in seconds."""
+    """The seconds of each phase, for every step of the ideal contestant."""
 
     forward: list[float]
     backward: list[float]
     optimizer: list[float]
-    ready: list[list[float]]  # of every grad bucket, from the start of backward on
+    ready: list[list[float]]  # of every grad bucket, after the start of backward
 
     def clear(self) -> None:
         for each in (self.forward, self.backward, self.optimizer, self.ready):
@@ -93,7 +93,7 @@ class Trainer:
         ]
 
     def step(self, contestant: Contestant) -> float:
-        """Train one step; its seconds."""
+        """Train one step and return its seconds."""
         x, y = (self.place.put(part) for part in self.source.batch(contestant.steps, dist.get_rank(), self.plan.batch))
         contestant.watch.begin()
         stamps = [time.perf_counter_ns()]
@@ -140,10 +140,10 @@ class Trainer:
         ]
 
     def turn_in_step(self, contestant: Contestant) -> None:
-        """The same, each step ended by all ranks together, as a training has it.
+        """Run a turn in which all ranks end each step together, like in a training run.
 
-        That usually takes longer than steps that each ends for itself, most of all with fewer cores than ranks:
-        whoever got less of a processor this time holds up the others. The barrier's own time is in it.
+        That usually takes longer than steps that each rank ends alone, above all with fewer cores than ranks: a rank
+        that got less processor time delays the others. The time includes the barrier.
         """
         self.step(contestant)
         dist.barrier()
@@ -155,7 +155,7 @@ class Trainer:
 
     @torch.no_grad()
     def judge(self, contestant: Contestant) -> None:
-        """The loss on what was held out. The ideal copies drift apart, so that theirs means nothing."""
+        """Record the loss on the held-out data. Skip the ideal contestant, whose copies diverge."""
         if contestant.name == IDEAL:
             return
         model = contestant.model.module
@@ -167,7 +167,7 @@ class Trainer:
         return count_link_nbytes(os.environ["GLOO_SOCKET_IFNAME"]) if self.plan.nodes > 1 else (0, 0)
 
     def buckets(self) -> list[Message]:
-        """The ideal contestant's; each ready at the median of all steps since it warmed up."""
+        """Return the ideal contestant's buckets. Each is ready at its median over all steps after the warm-up."""
         ideal = next(each for each in self.contestants if each.name == IDEAL)
         names = {id(parameter): name for name, parameter in ideal.model.module.named_parameters()}
         return [
@@ -184,7 +184,7 @@ def run(arguments: Message, report: Report) -> Message:
     plan = Plan(**{**arguments, "contestants": tuple(arguments["contestants"])})
     join_world(TIMEOUT_S)
     result = _train(plan, _teller(report))
-    # Only now, when the copies' DDP modules are gone. The last of them would otherwise end the Gloo group itself, and
+    # Only after the copies' DDP modules are gone. The last of them would otherwise end the Gloo group itself, and
     # would hold the GIL while it waits for Gloo's threads. One of those may need the GIL (pytorch issue 56297).
     dist.destroy_process_group()
     return result

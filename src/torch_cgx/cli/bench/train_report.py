@@ -1,8 +1,8 @@
-"""The JSON that `cgx bench train --json` writes, and the table that is printed.
+"""The JSON that `cgx bench train --json` writes, and the printed table.
 
-The head is that of every benchmark (report.py), with kind "train"; then:
+The head is that of every benchmark (report.py), with kind "train". Further fields:
 
-    settings    nproc (on each node), nodes, model, contestants, batch (a rank and step), rounds, steps (timed, a
+    settings    nproc (on each node), nodes, model, contestants, batch (per rank and step), rounds, steps (timed, per
                 round), bucket_size (of cgx), bucket_mb (of DDP, null: its default), data (a file's name), device,
                 omp_num_threads; in some older files crowded (more ranks than cores)
     model       name, parameters, layers: [name, values, dimensions] each
@@ -10,20 +10,20 @@ The head is that of every benchmark (report.py), with kind "train"; then:
                 too), of the slowest rank
     buckets     the grad buckets in the order in which DDP hands them over: numel, layers (names), ready_s (seconds
                 after the start of backward, median of the ideal contestant's steps on rank 0)
-    cells       one a contestant:
+    cells       one per contestant:
         contestant          ideal, gloo, nccl, fp16, powersgd, cgx-N (max-min), rotated-N, adaptive
-        step_s              seconds of a step, a figure a round, of the slowest rank
+        step_s              seconds of a step, one figure per round, of the slowest rank
         median_s            of step_s; steps_per_s = 1 / median_s
         ideal_share         median over rounds of the ideal contestant's step_s / this one's
-        communication_s     seconds a step in which gradients are on their way, median over rounds; null for ideal
+        communication_s     seconds per step in which gradients are being averaged, median over rounds; null for ideal
         exposed_s           median_s - that of ideal
         hidden_s            communication_s - exposed_s, at least 0; null for ideal
-        processor_s         processor seconds of rank 0 a step, all threads, median over rounds
-        in_step_s           of ideal: median seconds of a step that all ranks end together; else null. Files from
-                            before this was measured have none; some have it only of more ranks than cores
-        sent_nbytes         by one rank a step: a ring's share of the payloads
-        link_nbytes         a step on the busiest node's link in its busier direction; null on one host
-        loss                [seconds of its own clock, loss on what was held out]: before the first step, after the
+        processor_s         processor seconds of rank 0 per step, all threads, median over rounds
+        in_step_s           of ideal: median seconds of a step that all ranks end together; else null. Older files
+                            have none, or have it only with more ranks than cores
+        sent_nbytes         by one rank per step: a ring's share of the payloads
+        link_nbytes         per step on the busiest node's link in its busier direction; null on one host
+        loss                [seconds of its own clock, loss on the held-out data]: before the first step, after the
                             warm-up, and after each round; empty for ideal
         loss_at_equal_time  at the time that the contestant with the least time has trained; null for ideal
     equal_s     that time
@@ -45,7 +45,7 @@ Cell = dict[str, Any]
 
 
 def merge(of_ranks: Sequence[Mapping[str, Any]], **head: Any) -> dict[str, Any]:
-    """One report from what the ranks have measured."""
+    """Return one report from the measurements of all ranks."""
     first = of_ranks[0]
     phases = {name: max(rank["phases"][name] for rank in of_ranks) for name in first["phases"]}
     cells = [_merge_cell([rank["cells"][index] for rank in of_ranks]) for index in range(len(first["cells"]))]
@@ -95,7 +95,7 @@ def _merge_cell(of_ranks: Sequence[Mapping[str, Any]]) -> Cell:
 
 
 def loss_at(curve: Sequence[tuple[float, float]], seconds: float) -> float | None:
-    """On the straight line between the two points around it; before the first point, none."""
+    """Return the loss at a time, interpolated between the points around it, or None before the first point."""
     for (start, first), (end, second) in pairwise(curve):
         if start <= seconds <= end:
             return first + (second - first) * (seconds - start) / (end - start)
@@ -103,13 +103,13 @@ def loss_at(curve: Sequence[tuple[float, float]], seconds: float) -> float | Non
 
 
 def compression_of(contestant: str) -> tuple[str, int] | None:
-    """Return the quantizer and the bits of `cgx-4` or `rotated-2`; None: it has no fixed ones."""
+    """Return the quantizer and the bits of a name such as `cgx-4` or `rotated-2`, or None if they are not fixed."""
     name, _, bits = contestant.rpartition("-")
     return (DEFAULT_QUANTIZER if name == "cgx" else name, int(bits)) if name else None
 
 
 def names_of(contestant: str) -> str:
-    """`cgx-4` -> `cgx, 4 bits`; `rotated-2` -> `cgx, rotated, 2 bits`."""
+    """Return a readable name: `cgx, 4 bits` for `cgx-4`, or `cgx, rotated, 2 bits` for `rotated-2`."""
     compression = compression_of(contestant)
     if compression is None:
         return {"adaptive": "cgx, adaptive"}.get(contestant, contestant)

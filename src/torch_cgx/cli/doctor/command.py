@@ -1,7 +1,7 @@
-"""`cgx doctor`: what is installed, what it runs on, which settings are in force, whether it works, and what to fix.
+"""`cgx doctor`: the installation, the machine, the settings in force, a trial, and what to fix.
 
-It looks (machine.py, software.py, interfaces.py, origins.py, gpus.py), then tries: an all_reduce between two processes
-(trial.py) and, on GPUs, the kernels and an all_reduce (gpu_check.py). How the report reads is in text.py.
+It first collects facts (machine.py, software.py, interfaces.py, origins.py, gpus.py). Then it tries an all_reduce
+between two processes (trial.py) and, on GPUs, the kernels and an all_reduce (gpu_check.py). text.py formats the report.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch_cgx.cli.doctor.trial import Attempt
 
 SMALL_SHARED_MEMORY_NBYTES = 64 * 1024**2
-"""What containers give /dev/shm unless told otherwise; below it slices shrink and speed is lost."""
+"""The size of /dev/shm in containers by default. Below it slices shrink and speed is lost."""
 MOST_MEASURED = 8
-"""Interfaces: hosts of containers may have hundreds."""
+"""The most interfaces to measure, because hosts of containers may have hundreds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def examine(quick: bool) -> Report:
 
 
 def _judge(report: Report) -> None:
-    """What the facts alone say against this installation."""
+    """Add the problems and advice that follow from the facts alone."""
     from torch_cgx.cli.machine import SHARED_MEMORY
 
     if not report.machine["native"]:
@@ -102,7 +102,7 @@ def _free_nbytes(report: Report) -> int:
 
 
 def _try(report: Report) -> None:
-    """Measure the interfaces, and try an all_reduce where the settings allow one."""
+    """Measure the interfaces, and try an all_reduce unless there are problems already."""
     from torch_cgx.cli.doctor import trial
     from torch_cgx.cli.doctor.interfaces import loopback_bit_per_s
     from torch_cgx.cli.progress import Progress
@@ -122,18 +122,18 @@ def _try(report: Report) -> None:
 
         report.attempts += trial.try_ways(compression(), on_way)
     report.problems += _failures(report.attempts)
-    if report.machine["native"] and _free_nbytes(report) >= SMALL_SHARED_MEMORY_NBYTES:  # else it is explained already
+    if report.machine["native"] and _free_nbytes(report) >= SMALL_SHARED_MEMORY_NBYTES:  # else already explained
         report.advice += [attempt.note for attempt in report.attempts if attempt.note]
 
 
 def _worth_measuring(report: Report) -> list[Interface]:
-    """Those that are up and have an address, what Gloo takes first."""
+    """Return the interfaces that are up and have an address, first those that Gloo uses."""
     usable = [link for link in report.interfaces if link.up is not False and link.addresses]
     return sorted(usable, key=lambda link: link.name not in report.gloo.interfaces)[:MOST_MEASURED]
 
 
 def _failures(attempts: list[Attempt]) -> list[str]:
-    """A line each; one for all where they failed alike."""
+    """Return one line per distinct error, with all the ways that failed with it."""
     failed: dict[str, list[str]] = {}
     for attempt in attempts:
         if attempt.error:
@@ -142,7 +142,7 @@ def _failures(attempts: list[Attempt]) -> list[str]:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """In plain types; what `cgx doctor --json` prints."""
+    """Return the report in plain types, for `cgx doctor --json`."""
     free = report.shared_memory
     return {
         "schema": "cgx-doctor",

@@ -1,10 +1,10 @@
-"""What `cgx doctor` finds out about GPUs: what they have, whether kernels make the right bytes, whether sums are right.
+"""The checks of `cgx doctor` on GPUs: their libraries, the bytes that kernels produce, and sums.
 
-1. Names, NCCL (or RCCL), Triton, and which pairs of GPUs reach each other's memory.
-2. On one GPU: the payloads that the Triton kernels make, against those of the CPU kernels, to the byte.
-3. On all of them, if there are several: one process each, a compressed all_reduce of 64 MB against the exact sum.
+1. Names, NCCL (or RCCL), Triton, and the pairs of GPUs that reach each other's memory.
+2. On one GPU: the payloads of the Triton kernels against those of the CPU kernels, byte by byte.
+3. On all GPUs, if there are several: a compressed all_reduce of 64 MB with one process per GPU, against the exact sum.
 
-The last two take a while, and say on stderr how far they are.
+The last two take a while, and report their progress on stderr.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ __all__ = ["Findings", "check_allreduce", "differing_kernels", "examine"]
 CHECK_NBYTES = 64 << 20
 LIMIT_S = 600.0  # Triton compiles in the ranks, too
 BITS, BLOCK = 4, 1024
-KERNEL_NUMEL = 100_003  # with an incomplete block, and a byte that two blocks share where widths are odd
-# Width, type, stochastic: every width, type and rounding once, since each makes Triton compile three kernels.
+KERNEL_NUMEL = 100_003  # has an incomplete block and, at odd widths, a byte that two blocks share
+# Width, type, stochastic. Every width, type and rounding occurs, but few combinations, because Triton compiles three
+# kernels for each.
 TRIALS = (
     *((bits, torch.float32, False) for bits in range(1, 9)),
     (BITS, torch.float32, True),
@@ -53,7 +54,7 @@ def examine(
     check: Callable[[int], dict[str, Any]] | None = None,
     only_look: bool = False,
 ) -> Findings:
-    """`check` makes an all_reduce on so many GPUs, and tells of it or raises `RankFailed`."""
+    """Return the findings about the GPUs. `check` runs an all_reduce on that many GPUs, or raises `RankFailed`."""
     count = gpus.count()
     if count == 0:
         return Findings({"GPUs": "none that torch sees"})
@@ -78,7 +79,7 @@ def examine(
     with Progress("cgx doctor") as progress:
         try:
             differing = differing_kernels(make_kernels(), gpus, progress)
-        except Exception as error:  # whatever a compiler or driver may say, the rest of the report is wanted too
+        except Exception as error:  # compilers and drivers may raise anything; the rest of the report must follow
             differing = [f"they failed: {type(error).__name__}: {error}"]
         found.facts["kernels on GPUs"] = "not those of the CPU" if differing else "the bytes of the CPU's"
         found.problems += [f"kernels on GPUs: {what}" for what in differing]
@@ -100,7 +101,7 @@ def _try_allreduce(found: Findings, count: int, check: Callable[[int], dict[str,
 
 
 def check_allreduce(count: int) -> dict[str, Any]:
-    """One process a GPU; what rank 0 tells of the check. Raises `RankFailed` where the sum is wrong, too."""
+    """Check an all_reduce with one process per GPU and return rank 0's result. A wrong sum also raises `RankFailed`."""
     settings = {"bits": BITS, "bucket_size": BLOCK, "dtype": "float32", "nbytes": CHECK_NBYTES, "device": "cuda"}
     told = run_ranks(
         "torch_cgx.cli.bench.allreduce_ranks:check", settings, count, lambda rank, message: None, limit_s=LIMIT_S
@@ -109,7 +110,7 @@ def check_allreduce(count: int) -> dict[str, Any]:
 
 
 def differing_kernels(kernels: Kernels, place: Place, progress: Progress) -> list[str]:
-    """What these kernels do otherwise than the CPU's: widths and types by name; nothing where all bytes are alike."""
+    """Return the widths and types at which these kernels differ from the CPU's. Empty if all bytes are identical."""
     differing = []
     generator = torch.Generator().manual_seed(0)
     for number, (bits, dtype, stochastic) in enumerate(TRIALS):
@@ -124,7 +125,7 @@ def differing_kernels(kernels: Kernels, place: Place, progress: Progress) -> lis
 
 
 def _trial(kernels: Kernels, values: torch.Tensor, bits: int, stochastic: bool) -> list[torch.Tensor]:
-    """A payload, the sum that a reduction makes of it and the values, and what that decodes to; on the CPU."""
+    """Return a payload, the encoded sum of it and the values, the values after that reduce, and the sum decoded."""
     layout = make_layout((Layer(values.numel(), MaxMin(bits, BLOCK)),), 1, values.element_size(), 1 << 30)
     (chunk,) = layout.slices[0].chunks
     payload, total = (torch.zeros(chunk.nbytes, dtype=torch.uint8, device=values.device) for _ in range(2))

@@ -1,7 +1,7 @@
-"""The network interfaces of this host, and which of them Gloo would take: for `cgx doctor`.
+"""The network interfaces of this host, and the ones that Gloo would use: for `cgx doctor`.
 
 Names come from the C library, states and IPv4 addresses from the kernel (Linux, macOS), IPv6 addresses from /proc and
-speeds from /sys (Linux). What cannot be had is left out; nothing here raises.
+speeds from /sys (Linux). Unavailable facts are left out, and nothing here raises.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _UP = 1
 @dataclass(frozen=True, slots=True)
 class Interface:
     name: str
-    up: bool | None  # None: not known
-    addresses: tuple[str, ...]  # its first of IPv4, all of IPv6
-    speed_mbit_per_s: int | None  # that the driver names
+    up: bool | None  # None: unknown
+    addresses: tuple[str, ...]  # the first IPv4 address, and all IPv6 addresses
+    speed_mbit_per_s: int | None  # according to the driver
 
     @property
     def is_loopback(self) -> bool:
@@ -42,21 +42,21 @@ class Interface:
 
     @property
     def reaches_others(self) -> bool:
-        """Whether another host may know one of its addresses."""
+        """Return whether another host may know one of its addresses."""
         return self.up is not False and any(
             not (ip_address(each).is_loopback or ip_address(each).is_link_local) for each in self.addresses
         )
 
     def holds(self, address: str) -> bool:
-        """All of 127.0.0.0/8 belongs to the interface that has any of it."""
+        """Return whether the address belongs to this interface. All of 127.0.0.0/8 belongs to the loopback."""
         return address in self.addresses or (self.is_loopback and ip_address(address).is_loopback)
 
 
 @dataclass(frozen=True, slots=True)
 class Gloo:
-    """What Gloo would take for a group created now."""
+    """The interfaces and the address that Gloo would use for a group created now."""
 
-    interfaces: tuple[str, ...]  # their names; none: the address is of none that we know
+    interfaces: tuple[str, ...]  # names; empty if no known interface has the address
     address: str | None
     reason: str
     problem: str = ""
@@ -73,7 +73,7 @@ def find_interfaces() -> list[Interface]:
 
 
 def loopback_bit_per_s(interface: Interface) -> float | None:
-    """From an address of it to itself, through the kernel; None where that cannot be."""
+    """Return the bits per second from one of its addresses to itself, through the kernel, or None if that fails."""
     if interface.up is False:
         return None
     for address in sorted(interface.addresses, key=lambda each: ip_address(each).is_link_local):
@@ -84,7 +84,7 @@ def loopback_bit_per_s(interface: Interface) -> float | None:
 
 
 def loopback_problem() -> str:
-    """What keeps processes of this host from each other, or ""."""
+    """Return the reason why processes of this host cannot reach each other, or ""."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=CONNECT_S).close()
@@ -94,7 +94,7 @@ def loopback_problem() -> str:
 
 
 def find_gloo(interfaces: Sequence[Interface]) -> Gloo:
-    """Gloo takes what its variable names, else an address that the host's name has, else the loopback."""
+    """Return Gloo's choice: the interfaces in its variable, else an address of the host's name, else the loopback."""
     asked = os.environ.get(GLOO_VARIABLE, "")
     names = tuple(filter(None, asked.split(",")))
     if names:
@@ -123,7 +123,7 @@ def find_gloo(interfaces: Sequence[Interface]) -> Gloo:
 
 
 def _own_address(host: str) -> str | None:
-    """The first address of that name to which a socket here can be bound."""
+    """Return the first address of that name to which a socket here can be bound."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -136,7 +136,7 @@ def _own_address(host: str) -> str | None:
 
 
 def _ask(name: str, request: int) -> bytes:
-    """A `struct ifreq` that the kernel has filled in: its name in 16 bytes, then what was asked for."""
+    """Return a `struct ifreq` that the kernel has filled in: the name in 16 bytes, then the requested data."""
     from fcntl import ioctl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -159,7 +159,7 @@ def _ipv4_address(name: str) -> list[str]:
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
-    """By interface."""
+    """Return the IPv6 addresses by interface."""
     found: dict[str, list[str]] = {}
     with suppress(OSError, ValueError):
         for line in _INET6.read_text().splitlines():

@@ -1,6 +1,6 @@
 """The settings that a group created now would have, and where each came from: for `cgx doctor`.
 
-Values that are not allowed are complaints here, all of them at once; what the others say is shown all the same.
+Values that are not allowed become complaints, all of them at once. All other settings are still shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["DEFAULT", "NOT_VALID", "PROGRAM", "VARIABLE", "Setting", "in_force"]
 DEFAULT, VARIABLE, PROGRAM, NOT_VALID = "default", "variable", "program", "not valid"
 
 _KNOWN = sorted(set(config.VARIABLES.values()))
-_LONGEST = 60  # characters of a value; paths and names of nodes may have more
+_LONGEST = 60  # characters of a value; paths and names of nodes may be longer
 _NOTHING_SAID = {
     "cross_communicator": "MPI under mpirun, else TCP",
     "link_costs": "10gbit and 4.5 us per message",
@@ -31,13 +31,13 @@ _NOTHING_SAID = {
 @dataclass(frozen=True, slots=True)
 class Setting:
     name: str  # of the field
-    value: object  # None where the value is not valid, too
+    value: object  # also None if the value is not valid
     variable: str
     origin: str
 
     @property
     def field(self) -> str:
-        """Its name as users know it."""
+        """Return the name that users know."""
         return "bucket_size" if self.name == "block" else self.name
 
     @property
@@ -47,12 +47,12 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """The value as its variable would have it."""
+        """Return the value in the form of its variable."""
         if self.origin == NOT_VALID:
             return "-"
         if self.value is None:
             return _NOTHING_SAID[self.name]
-        if isinstance(self.value, int):  # truth values are some
+        if isinstance(self.value, int):  # or bool
             return str(self.value >> 20 if self.name == "fusion_nbytes" else int(self.value))
         text = str(self.value)
         text = text if text.isprintable() else ascii(text)
@@ -60,14 +60,14 @@ class Setting:
 
 
 def in_force(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], list[str]]:
-    """Every setting, and what is wrong with the variables (of this process, where no mapping is given)."""
+    """Return every setting, and the complaints about the variables (by default those of this process)."""
     environ = os.environ if environ is None else environ
     given = {name: environ[name] for name in _KNOWN if environ.get(name, "").strip()}
     complaints = {name: complaint for name, value in given.items() if (complaint := _complaint(name, value))}
     valid = {name: value for name, value in given.items() if name not in complaints}
     try:
         compression = config.compression_from_environ(valid)
-    except ValueError as error:  # each by itself is right
+    except ValueError as error:  # each is valid alone, but not together
         together = (config.BITS_VARIABLE, config.BLOCK_VARIABLE, config.QUANTIZER_VARIABLE)
         complaints |= {name: str(error) for name in together if name in valid}
         compression = config.EXACT
@@ -84,7 +84,7 @@ def in_force(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], l
 
 
 def _complaint(name: str, value: str) -> str:
-    """What is wrong with the value of this one variable, or ""."""
+    """Return the error in the value of this one variable, or ""."""
     from torch_cgx.kernels import native
 
     try:

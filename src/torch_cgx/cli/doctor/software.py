@@ -1,4 +1,4 @@
-"""What of other people's `cgx doctor` looks for: MPI, NCCL, Triton. Nothing here raises, and MPI is not initialised."""
+"""The third-party software that `cgx doctor` looks for: MPI, NCCL, Triton. Nothing here raises or initialises MPI."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Mpi", "describe_mpirun", "find_mpi", "find_nccl", "find_triton"]
 
 
 class Mpi(TypedDict):
-    mpi4py: str | None  # versions
-    library: str | None  # that mpi4py has found
-    mpirun: str | None  # on the PATH, or beside this Python
+    mpi4py: str | None  # its version
+    library: str | None  # name and version of the library that mpi4py has found
+    mpirun: str | None  # on the PATH, or next to this Python
     on_path: bool
-    told: str  # by the transport, in words
+    told: str  # the transport's description, in words
 
 
 def find_mpi() -> Mpi:
@@ -31,7 +31,7 @@ def find_mpi() -> Mpi:
         try:
             vendor, numbers = mpi_process.load().get_vendor()
             library = f"{vendor} {'.'.join(map(str, numbers))}"
-        except Exception:  # whatever a loader may say; `told` has it
+        except Exception:  # a loader may raise anything; `told` has the reason
             pass
     on_path = shutil.which("mpirun") or shutil.which("mpiexec")
     beside = shutil.which("mpirun", path=str(Path(sys.executable).parent))
@@ -51,10 +51,10 @@ def describe_mpirun(found: Mpi) -> str:
 
 
 def find_nccl(gpus: Gpus) -> str:
-    """NCCL (or RCCL) with its version, or why there is none."""
+    """Return NCCL (or RCCL) with its version, or the reason why there is none."""
     try:
         library = gpus.library()
-    except Exception as error:  # a driver's
+    except Exception as error:  # from a driver
         return f"cannot be asked: {type(error).__name__}: {error}"
     if library is None:
         return "not in this torch, which was built " + ("without it" if _for_gpus() else "for CPUs alone")

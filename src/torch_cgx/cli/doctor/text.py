@@ -1,4 +1,4 @@
-"""What `cgx doctor` has found, and how it reads on a terminal. Finds nothing itself."""
+"""The findings of `cgx doctor`, and their text for a terminal. This module looks for nothing itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Report:
     settings: Sequence[Setting]
     problems: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
-    loopback: dict[str, float | None] = field(default_factory=dict)  # bits a second, by interface
+    loopback: dict[str, float | None] = field(default_factory=dict)  # bits per second, by interface
     attempts: list[Attempt] = field(default_factory=list)
 
 
@@ -123,7 +123,7 @@ def _bit_per_s(rate: float) -> str:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Flush left, indented."""
+    """Return the rows as indented lines, with columns flush left."""
     table = list(rows)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)

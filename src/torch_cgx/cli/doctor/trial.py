@@ -1,7 +1,7 @@
-"""The all_reduce that `cgx doctor` tries: two processes on this host, compressed, checked, over all that it has.
+"""The trial of `cgx doctor`: a checked, compressed all_reduce between two processes of this host, over each transport.
 
-The ranks have the user's settings, but for those that would leave out what is tried. All ways are tried in the same
-two processes, one after the other; where one fails, the rest get new ones. Nothing waits longer than `LIMIT_S`.
+The ranks have the user's settings, except those that would skip the tried path. All ways are tried in the same two
+processes, one after the other. If one fails, the remaining ones get new processes. Nothing waits longer than `LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["SHARED", "WAYS", "Attempt", "try_ways"]
 NPROC = 2
 NBYTES = 4 << 20
 BITS = 4
-"""Where the settings in force compress nothing."""
+"""The bits to use if the settings in force do not compress."""
 OPS = 5
 LIMIT_S, TIMEOUT_S = 120.0, 60.0
-"""Of the parent and, so that it is they who tell what was waited for, of the ranks."""
+"""The limits of the parent and of the ranks. Ranks time out first, so that they can tell what they waited for."""
 
 _INNER, _CROSS = "CGX_INNER_COMMUNICATOR_TYPE", "CGX_CROSS_COMMUNICATOR_TYPE"
 SHARED, SOCKETS = "shared memory", "TCP"
@@ -37,7 +37,7 @@ _FOR_ALL = {
     "CGX_COMPRESSION_MINIMAL_SIZE": "",
     "CGX_INTRA_COMPRESS": "",
     "CGX_TRACE_DIR": "",
-    "CUDA_VISIBLE_DEVICES": "",  # GPUs have a check of their own
+    "CUDA_VISIBLE_DEVICES": "",  # GPUs have their own check
 }
 _HINTS = {
     -4: "an instruction that this processor lacks: set CGX_SIMD=scalar, and please report it",
@@ -49,13 +49,13 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One way, and how it went."""
+    """One way, and the result of trying it."""
 
     over: str
     bits: int
     nbytes: int
-    error: str = ""  # what went wrong
-    note: str = ""  # why it went another way than was asked
+    error: str = ""  # empty if it succeeded
+    note: str = ""  # the reason why it used another way than requested
     relative_error: float | None = None
     same_bits: bool | None = None
     median_s: float | None = None
@@ -65,7 +65,7 @@ class Attempt:
 def try_ways(
     compression: Compression, on_way: Callable[[str], None], ways: Sequence[str] = tuple(WAYS)
 ) -> list[Attempt]:
-    """Try an all_reduce over each of these ways. `on_way` hears which one begins."""
+    """Try an all_reduce over each of these ways. `on_way` is called with each way when it begins."""
     asked = {
         "bits": BITS if compression.is_exact else compression.bits,
         "bucket_size": compression.block,
@@ -80,7 +80,7 @@ def try_ways(
 
 
 def _try_together(asked: Message, ways: Sequence[str], on_way: Callable[[str], None]) -> list[Attempt]:
-    """The first of these ways, up to one that failed. What fails before the first begins is the failure of all."""
+    """Try these ways up to the first failure. An error before the first way begins counts as the failure of all."""
     begun: list[str] = []
     told: list[Message] = []
     error = ""
@@ -98,7 +98,7 @@ def _try_together(asked: Message, ways: Sequence[str], on_way: Callable[[str], N
         error = in_words(failure)
     attempts = [Attempt(way, asked["bits"], NBYTES, **message) for way, message in zip(ways, told, strict=False)]
     failed = list(ways[len(told) :] if not begun else ways[len(told) : len(begun)]) if error else []
-    if error and not failed:  # ranks that were through with all ways, or between two of them
+    if error and not failed:  # the ranks had finished all ways, or were between two of them
         failed = [attempts.pop().over]
     return attempts + [Attempt(way, asked["bits"], NBYTES, error=error) for way in failed]
 
@@ -115,7 +115,7 @@ def in_words(error: Exception) -> str:
 
 
 def run(arguments: Message, report: Report) -> Message:
-    """One rank. Rank 0 tells when a way begins, and how it went."""
+    """Run one rank. Rank 0 reports when a way begins, and its result."""
     import torch.distributed as dist
 
     from torch_cgx import _native
@@ -130,7 +130,7 @@ def run(arguments: Message, report: Report) -> Message:
             report({"begun": way})
         os.environ.update(WAYS[way])
         if way == SOCKETS and not _native.shares_memory():
-            os.environ[_INNER] = "GLOO"  # which needs no native library
+            os.environ[_INNER] = "GLOO"  # needs no native library
         carrier, told = _try(nbytes, arguments)
         if way == SHARED and carrier != "SHM":
             told = {"note": " ".join(warnings.said) or "the native library is missing"}
@@ -142,7 +142,7 @@ def run(arguments: Message, report: Report) -> Message:
 
 
 def _try(nbytes: int, arguments: Message) -> tuple[str, Message]:
-    """On a group of its own, which has read the variables as they are now: what it went over, and how it went."""
+    """Try an all_reduce on a new group, which reads the variables as they are now. Return its carrier and result."""
     import torch
     import torch.distributed as dist
 
@@ -165,7 +165,7 @@ def _try(nbytes: int, arguments: Message) -> tuple[str, Message]:
 
 
 class _Warnings(logging.Handler):
-    """What the library has warned of, instead of stderr."""
+    """A handler that collects the library's warnings instead of printing them on stderr."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

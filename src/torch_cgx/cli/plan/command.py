@@ -1,4 +1,4 @@
-"""`cgx plan`: the arguments, what is printed, and what is recommended.
+"""`cgx plan`: the arguments, the printed tables, and the recommendation.
 
 The model of time is in model.py, its constants in sites.py, the training run in inputs.py, the picture in plot.py.
 """
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 SCHEMA, SCHEMA_VERSION = "cgx-plan", 1
 MOST_NODES = 1024
 NEAR = 1.02
-"""Times the fastest: who is as near as that is as good."""
+"""A step time within this factor of the fastest counts as equally fast."""
 _HOURS = 24.0
 _SHOWN = ("exact", "fp16", "8 bits", "4 bits", "2 bits", "1 bit")
 
 
 def _lazily(name: str) -> Any:
-    """An argument type of inputs.py, which imports the simulator: `cgx --help` shall not."""
+    """Return an argument type of inputs.py. It is imported on first use, so that `cgx --help` skips the simulator."""
 
     def parse(text: str) -> Any:
         from torch_cgx.cli.plan import inputs
@@ -145,7 +145,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _fill_in(options: argparse.Namespace, source: Input) -> None:
-    """Defaults: of the run, if any."""
+    """Fill in the defaults, from the measured run if there is one."""
     of_run = options.from_run is not None
     options.gpus = options.gpus or source.ranks or 8
     options.nodes = options.nodes or source.nodes or 4
@@ -163,7 +163,7 @@ def fastest(cells: Sequence[Prediction]) -> Prediction:
 
 
 def advise(made: Plan, table: list[Prediction], nodes: int) -> dict[str, Any]:
-    """Recommend what is fast and most precise; and the communicators for it."""
+    """Recommend the most precise of the fastest contestants, and the communicators for it."""
     by_name = {prediction.contestant: prediction for prediction in table}
     chosen = fastest(table)
     if chosen.way is None:
@@ -183,7 +183,7 @@ def advise(made: Plan, table: list[Prediction], nodes: int) -> dict[str, Any]:
 
 
 def _ways(made: Plan, nodes: int, way: Way) -> list[Way]:
-    """The same with every communicator that makes a difference: within a node, where it is alone."""
+    """Return the way with every communicator that makes a difference: those within a node, if there is only one."""
     from dataclasses import replace
 
     return [replace(way, inner=inner) for inner in made.site.within] if nodes == 1 else [way]
@@ -206,7 +206,7 @@ def _report(
     steps = options.steps or (options.hours or _HOURS) * 3600 / ideal_s
 
     def cell(prediction: Prediction) -> dict[str, Any]:
-        # The same samples on other nodes: fewer steps on more of them.
+        # The number of samples is fixed, so more nodes need fewer steps.
         node_hours = steps * options.nodes * prediction.step_s / 3600
         ideal_hours = steps * options.nodes * ideal_s / 3600
         price = options.price

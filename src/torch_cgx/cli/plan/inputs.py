@@ -1,4 +1,4 @@
-"""What `cgx plan` is told of a training: numbers, a run of `cgx bench train`, or a module to build."""
+"""The description of a training run for `cgx plan`: numbers, a run of `cgx bench train`, or a module to build."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BITS = {"m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def count(text: str) -> int:
-    """`335M` -> 335000000."""
+    """Return a count such as `335M` as a number, 335000000."""
     match = _COUNT.fullmatch(text.strip())
     number = float(match[1]) * _THOUSANDS[match[2].upper()] if match else 0.0
     if not 1 <= number <= 10**13:
@@ -33,7 +33,7 @@ def count(text: str) -> int:
 
 
 def link_rate(text: str) -> float:
-    """`10gbit` -> 1e10 bits a second. Links inside a node are faster than those that can be made of namespaces."""
+    """Return a rate such as `10gbit` in bits per second, 1e10. Links inside a node are faster than test hosts allow."""
     match = _RATE.fullmatch(text.strip())
     rate = float(match[1]) * _BITS[match[2].lower()] if match else 0.0
     if not 1e6 <= rate <= 1e14:
@@ -43,7 +43,7 @@ def link_rate(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A training, and what its source says besides."""
+    """A training run, and the other facts that its source tells."""
 
     name: str
     workload: Workload
@@ -53,7 +53,7 @@ class Input:
 
 
 def workload_of_numbers(numel: int, step_s: float) -> Input:
-    """So many parameters in layers small enough to fill grad buckets evenly."""
+    """Return a workload of `numel` parameters, in layers small enough to fill grad buckets evenly."""
     layer = 1 << 18
     whole, rest = divmod(numel, layer)
     numels = [rest] * (rest > 0) + [layer] * whole
@@ -61,7 +61,10 @@ def workload_of_numbers(numel: int, step_s: float) -> Input:
 
 
 def workload_of_model(text: str, step_s: float) -> Input:
-    """`my.module:build`: what build() returns has parameters(); those that need no gradient do not count."""
+    """Return the workload of the module that a function such as `my.module:build` returns.
+
+    Parameters that need no gradient do not count.
+    """
     name, colon, function = text.partition(":")
     if not colon or not name or not function:
         raise UsageError(f"argument --model: {text!r} is not allowed: a function of a module, as in my.module:build")
@@ -83,7 +86,7 @@ def workload_of_model(text: str, step_s: float) -> Input:
 
 
 def read_run(path: Path) -> Input:
-    """The JSON of `cgx bench train`."""
+    """Return the workload of a JSON file of `cgx bench train`."""
     try:
         run: Any = json.loads(path.read_text())
         if run["schema"] != "cgx-bench" or run["kind"] != "train":
@@ -99,7 +102,7 @@ def read_run(path: Path) -> Input:
 def input_of_run(run: dict[str, Any]) -> Input:
     phases, settings, link = run["phases"], run["settings"], run["link"]
     forward_s, backward_s, optimizer_s = (float(phases[f"{name}_s"]) for name in ("forward", "backward", "optimizer"))
-    # Older files have them of one step, which may have been slower than most.
+    # In older files these times are of one step, which may have been slower than most.
     last_s = max((float(each["ready_s"]) for each in run["buckets"]), default=0.0)
     slower = max(1.0, last_s / backward_s) if backward_s > 0 else 1.0
     buckets = tuple(Bucket(int(each["numel"]), float(each["ready_s"]) / slower) for each in run["buckets"])

@@ -1,14 +1,14 @@
-"""The model of a training step's time that `cgx plan` computes with. Reads no files and prints nothing.
+"""The model of a training step's time for `cgx plan`. It reads no files and prints nothing.
 
     forward | backward: grad bucket after grad bucket becomes ready         | optimizer
                  | all_reduce 1 | all_reduce 2 |     | all_reduce 3 |<exposed>|
 
-1. A grad bucket is ready when backward has come past its parameters; all_reduces run one after the other, in order.
-2. How long each takes alone is simulated: `plan.simulate` runs the programs that would run.
-3. What its kernels and messages take of a processor that computes gradients as well, backward is late by.
+1. A grad bucket is ready when backward has passed its parameters. All_reduces run one after the other, in order.
+2. The time of each one alone is simulated: `plan.simulate` runs the programs that would run.
+3. If the processor also computes gradients, backward is delayed by the time of the all_reduce's kernels and messages.
 4. The optimizer starts when backward and the last all_reduce are done.
 
-docs/plan-validation.md says where the constants come from.
+docs/plan-validation.md tells where the constants come from.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _DDP_NBYTES, _DDP_FIRST_NBYTES = 25 << 20, 1 << 20
 _ITEMSIZE = 4
 
 _FUSION_NBYTES = 64 << 20  # CGX_FUSION_BUFFER_SIZE_MB
-# Into how many slices Gloo and NCCL cut an operation, who send a part while they add up the one before, and the least
-# that a slice has.
+# The number of slices into which Gloo and NCCL cut an operation, and the fewest bytes of a slice. Both send one slice
+# while they add up the one before.
 _EXACT_SLICES = {"cpu": (2, 1 << 16), "gpu": (4, 1 << 20)}
 
 
@@ -48,7 +48,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One step of one rank, as it is without communication."""
+    """One step of one rank without communication."""
 
     forward_s: float
     backward_s: float
@@ -65,7 +65,7 @@ class Workload:
 
     @classmethod
     def of_step(cls, numels: Sequence[int], step_s: float) -> Workload:
-        """Grad buckets of these sizes: a third of the step is forward, and backward comes past values evenly."""
+        """Return a step with grad buckets of these sizes. Forward is a third of it; backward has constant speed."""
         backward_s, total, before = step_s * 2 / 3, sum(numels), 0
         buckets: list[Bucket] = []
         for numel in numels:
@@ -75,9 +75,9 @@ class Workload:
 
 
 def ddp_buckets(numels: Sequence[int]) -> list[int]:
-    """DDP's grad buckets of float32 parameters of these sizes: from the last one on, 1 MB first, then 25 MB each.
+    """Return the sizes of DDP's grad buckets for float32 parameters: from the last one on, 1 MB first, then 25 MB each.
 
-    A grad bucket is full when it has reached its size, so a large parameter makes a large one.
+    A grad bucket is full when it has reached its size, so a large parameter makes a large bucket.
     """
     buckets: list[int] = []
     filling = 0
@@ -91,7 +91,7 @@ def ddp_buckets(numels: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How cgx is set up: what its variables say."""
+    """The settings of cgx, as its variables state them."""
 
     algorithm: str = "AUTO"  # CGX_CROSS_REDUCTION_TYPE; on one node, SRA
     broadcast: bool = True  # CGX_INTRA_BROADCAST
@@ -101,23 +101,23 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A kind of node, and what joins such nodes."""
+    """A kind of node, and the links between such nodes."""
 
-    ranks: int  # of each node
+    ranks: int  # per node
     device: str  # cpu or gpu
     within: Mapping[str, Wire]  # by communicator
     between: Mapping[str, Wire]
     speeds: Speeds
-    exact_within: Wire  # of the exact backend and of fp16's: NCCL or Gloo
+    exact_within: Wire  # of the backend for exact and fp16: NCCL or Gloo
     exact_between: Wire
-    cores: float = 2.0  # of each rank. The engine of CPU tensors has one thread, which computes and moves bytes
+    cores: float = 2.0  # per rank. The engine of CPU tensors has one thread, which computes and moves bytes
     block: int = 1024
-    quantizer: str = DEFAULT_QUANTIZER  # of the widths that it has; the others are max-min
-    tree: bool = False  # the exact backend has trees as well as rings, as NCCL does, and takes the faster
-    steals_kernels: bool = True  # kernels and gradients are computed by one processor
-    steals_transport: bool = False  # messages and gradients are
+    quantizer: str = DEFAULT_QUANTIZER  # for the widths that it supports; the others are max-min
+    tree: bool = False  # the exact backend has trees as well as rings, like NCCL, and uses the faster
+    steals_kernels: bool = True  # one processor runs kernels and computes gradients
+    steals_transport: bool = False  # one processor handles messages and computes gradients
     start_s: float = 0.0  # of an operation of cgx between nodes
-    exact_start_s: float = 0.0  # and of the exact backend
+    exact_start_s: float = 0.0  # of an operation of the exact backend between nodes
     most_nodes: int = MOST_NODES  # see `simulate_classes`
 
 
@@ -128,12 +128,12 @@ class Prediction:
     step_s: float
     ideal_s: float
     communication_s: float  # all_reduces, hidden or not
-    link_nbytes: float  # that a node sends to others in a step
-    way: Way | None  # None: not of cgx. Its algorithm is that of the largest grad bucket
+    link_nbytes: float  # sent by a node to others per step
+    way: Way | None  # None: not cgx. Its algorithm is that of the largest grad bucket
 
     @property
     def share(self) -> float:
-        """Of ideal scaling."""
+        """Return the share of ideal scaling."""
         return self.ideal_s / self.step_s
 
     @property
@@ -143,13 +143,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Predictions for one training on one kind of node."""
+    """Predictions for one training run on one kind of node."""
 
     site: Site
     workload: Workload
 
     def predict(self, contestant: str, nodes: int, way: Way | None = None) -> Prediction:
-        """Without a way, the faster one with the first communicators."""
+        """Predict a step. Without a way, use the fastest one with the first communicators."""
         if contestant not in CONTESTANTS:
             raise ValueError(f"contestant: expected {', '.join(CONTESTANTS)}, got {contestant}")
         if contestant in (EXACT, FP16):
@@ -163,7 +163,7 @@ class Plan:
         return [first, replace(first, broadcast=False)] if several else [first]
 
     def duration(self, contestant: str, numel: int, nodes: int, way: Way | None = None) -> Timing:
-        """Time one all_reduce of so many values by itself; without a way, by the exact backend."""
+        """Time one all_reduce of `numel` values alone. Without a way, the exact backend runs it."""
         site = self.site
         itemsize = 2 if contestant == FP16 else _ITEMSIZE
         codec = self._codec(contestant)
@@ -183,7 +183,7 @@ class Plan:
         return replace(timing, seconds=timing.seconds + cast_s, kernel_s=timing.kernel_s + cast_s)
 
     def cluster(self, contestant: str, numel: int, nodes: int, way: Way) -> Cluster:
-        """Return the nodes with the algorithm of an all_reduce: that of the way, or the one that cgx would choose."""
+        """Return the nodes with the algorithm of an all_reduce: the way's, or the one that cgx would choose."""
         site = self.site
         cluster = Cluster(nodes, site.ranks, "SRA", shares=1 if way.broadcast else site.ranks)
         if way.algorithm != "AUTO":
@@ -218,7 +218,7 @@ class Plan:
         return _simulate(operation, slices, self._costs(nodes, way), self.site.most_nodes, rounds=gpu, lag=lag)
 
     def _exact_costs(self, nodes: int) -> Costs:
-        """What is exact is sent from where it lies, and received there: nothing is copied."""
+        """Return the costs of the exact backend. It sends and receives values in place, so it copies nothing."""
         site = self.site
         speeds = replace(site.speeds, copy=float("inf"))
         start_s = site.exact_start_s if nodes > 1 else 0.0
@@ -242,9 +242,9 @@ class Plan:
         late = done = communication = link = 0.0
         for bucket in work.buckets:
             took = self.duration(contestant, bucket.numel, nodes, way)
-            # What all_reduces before took of the processor has made this grad bucket late.
+            # The processor time of earlier all_reduces has delayed this grad bucket.
             done = max(bucket.ready_s + late, done) + took.seconds
-            if bucket is not work.buckets[-1]:  # the last one has no backward to disturb
+            if bucket is not work.buckets[-1]:  # the last one has no backward to delay
                 late += site.steals_kernels * took.kernel_s + site.steals_transport * took.transport_s
             communication += took.seconds
             link += took.link_nbytes
@@ -277,10 +277,10 @@ def _simulate(
 
 
 def _tree(cluster: Cluster, nbytes: float, costs: Costs) -> Timing:
-    """NCCL's trees between nodes and chains within, the one thing here that is a formula and no program.
+    """Time NCCL's trees between nodes and chains within, by a formula instead of a program.
 
-    Two trees carry half of the values each, up and then down, in parts that overlap: as many bytes as a ring, but the
-    latencies of the depth alone.
+    Two trees carry half of the values each, up and then down, in parts that overlap. They send as many bytes as a ring,
+    but have only the latencies of their depth.
     """
     near, far = costs.within, costs.between
     hops = 2 * ceil(log2(cluster.nodes)), 2 * (cluster.ranks - 1)

@@ -1,4 +1,4 @@
-"""Draws what `cgx plan` has predicted: share of ideal scaling, and cost, by the number of nodes."""
+"""The plot of `cgx plan`: share of ideal scaling, and cost, by the number of nodes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch_cgx.cli.plan.model import CONTESTANTS, EXACT, FP16
 
 __all__ = ["draw"]
 
-# The exact ones in greys and blues, bits from dark to light.
+# Exact and fp16 in greys and blues, bits from dark to light.
 _COLOURS = {EXACT: "#222222", FP16: "#30638e"}
 _WIDTHS = ("#67001f", "#8f0f2e", "#b2182b", "#c94741", "#d1495b", "#e28743", "#edae49", "#f5cf7c")
 _DRAWN = (EXACT, FP16, "8 bits", "4 bits", "2 bits", "1 bit")
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Left: samples a second as a share of as many single ranks'. Right: how many ranks' work that is."""
+    """Draw the share of ideal scaling on the left. Draw the cost on the right, or without a price the speedup."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter, ScalarFormatter
 

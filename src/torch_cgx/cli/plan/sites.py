@@ -1,4 +1,4 @@
-"""The constants that `cgx plan` starts from: kernels, links, communicators. Each with where it comes from."""
+"""The constants of `cgx plan` and their origins: kernels, links, communicators."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch_cgx.plan.costs import CUDA, ETHERNET, HOST, Speeds, Wire
 
 __all__ = ["CPU", "GPUS", "gpu_speeds", "make_site", "read_speeds"]
 
-# Memory bandwidth, bytes a second. Kernels are bound by it (docs/gpu.md): no GPU of ours has shown yet how nearly they
-# reach it, so half of it is counted on.
+# Memory bandwidth, bytes per second. Kernels are bound by it (docs/gpu.md). We have not measured on a GPU yet how close
+# they come to it, so we assume half of it.
 GPUS = {"rtx3090": 936e9, "a100": 2039e9, "h100": 3350e9}
 _OF_ROOFLINE = 0.5
 _LAUNCH_S = 5e-6
 
 CPU = "cpu"
 
-_STAGED_S = 1 / 12e9  # a byte from a GPU to pinned memory, or back
+_STAGED_S = 1 / 12e9  # per byte from a GPU to pinned memory, or back
 
-# Gloo's own all_reduce, calibrated like the engine's constants (`costs.HOST`). Until it begins, it mostly waits.
+# Gloo's own all_reduce, calibrated like the engine's constants (`costs.HOST`). Its start time is mostly waiting.
 _GLOO = Wire(latency_s=50e-6, byte_s=1.03e-9)
 _GLOO_START_S = 2.7e-3
 
 
 def gpu_speeds(bandwidth: float, bits: int = 4, block: int = 1024) -> Speeds:
-    """Bytes moved over memory bandwidth, as benchmarks/gpu_estimates.py counts them, for float32."""
+    """Return speeds from bytes moved over memory bandwidth for float32, counted as in benchmarks/gpu_estimates.py."""
     coded = bits / 8 + 8 / block
     bandwidth *= _OF_ROOFLINE
 
@@ -50,7 +50,7 @@ def gpu_speeds(bandwidth: float, bits: int = 4, block: int = 1024) -> Speeds:
 
 
 def read_speeds(path: Path, bits: int = 4) -> Speeds:
-    """Of a file of `cgx bench kernels --json`: float32, one thread, the largest size that it has."""
+    """Return the speeds in a file of `cgx bench kernels --json`: float32, one thread, the largest size."""
     try:
         report: Any = json.loads(path.read_text())
         cells = report["cells"] if report["kind"] == "kernels" else []
@@ -75,7 +75,7 @@ def read_speeds(path: Path, bits: int = 4) -> Speeds:
         reduce=speed("reduce"),
         more=decode,
         copy=copy,
-        sum=copy * 3 / 4,  # two reads and a write, where a copy has a read and a write (which reads first)
+        sum=copy * 3 / 4,  # two reads and a write; a copy has a read and a write (which reads first)
         call_s=HOST.speeds.call_s,
     )
 
@@ -85,7 +85,7 @@ def _allowed() -> str:
 
 
 def speeds_named(text: str) -> tuple[str, Speeds]:
-    """The device that it is of, and the speeds."""
+    """Return the device of these kernels, and their speeds."""
     if text in GPUS:
         return "gpu", gpu_speeds(GPUS[text])
     return CPU, HOST.speeds if text == CPU else read_speeds(Path(text))
@@ -102,7 +102,7 @@ def make_site(
     block: int = 1024,
     quantizer: str = DEFAULT_QUANTIZER,
 ) -> Site:
-    """Return what nodes with such kernels and links have. `latency_s`: between nodes, whatever carries messages."""
+    """Return a site with these kernels and links. `latency_s`: between nodes, for every communicator."""
     device, speeds = speeds_named(kernels)
     cores = 2.0 if cores is None else cores
     near = intra_bit_per_s / 8

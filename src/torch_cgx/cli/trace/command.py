@@ -1,4 +1,4 @@
-"""`cgx trace`: what the flight recorders of a job's ranks tell together. The figuring out is in findings.py."""
+"""`cgx trace`: a report from the flight recorders of all ranks of a job. The analysis is in findings.py."""
 
 from __future__ import annotations
 

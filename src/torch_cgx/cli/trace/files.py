@@ -1,7 +1,7 @@
-"""Reads the flight recorders' files of a job's ranks, and brings their times to one clock.
+"""The flight recorders' files of a job's ranks, with their times moved to one clock.
 
-Ranks of one kernel share a monotonic clock. Hosts are compared by their wall clocks first; then each is moved by the
-median of how much later than elsewhere it saw the same operations end, since those end together.
+Ranks on one kernel share a monotonic clock. Hosts are first compared by their wall clocks. Then each host is moved by
+the median of how much later than elsewhere it saw the same operations end, because those end together.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch_cgx.engines.recorder import FORMAT
 __all__ = ["GroupKey", "Operation", "RankFile", "align", "find_files", "read_files"]
 
 PATTERN = "cgx-trace-rank*.json"
-# Whoever has ended one of these knows that all ranks have come to it.
+# When one of these has ended on a rank, all ranks have called it.
 MEETINGS = ("all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
 
 GroupKey = tuple[str, tuple[int, ...], int]
-"""The same on all ranks: name, global ranks, and the how manieth of that name it is in its process."""
+"""Identical on all ranks: name, global ranks, and the number of earlier groups with both in the process."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """One rank's operation. Times are seconds on the common clock; None: not yet, or unknown."""
+    """One rank's operation. Times are seconds on the common clock, or None if unknown or not reached yet."""
 
     rank: int
     group: GroupKey
@@ -52,12 +52,12 @@ class Operation:
         return None if waiting is None else int(waiting["rank"])
 
     def signature(self) -> tuple[Any, ...]:
-        """What ranks that are in step have in common."""
+        """Return the properties that are identical on ranks that are in step."""
         names = ("operation", "dtype", "shape", "reduction", "bits", "root")
         return tuple(json.dumps(self.told.get(name)) for name in names)
 
     def text(self) -> str:
-        """`all_reduce(float32[1000], SUM, 4 bits)`."""
+        """Return the operation as text, such as `all_reduce(float32[1000], SUM, 4 bits)`."""
         told, parts = self.told, []
         if told.get("dtype"):
             shape = told.get("shape")
@@ -77,7 +77,7 @@ class RankFile:
     told: dict[str, Any]
     rank: int
     clock: str
-    offset: float  # seconds: what its monotonic clock is behind the common one
+    offset: float  # seconds by which its monotonic clock is behind the common one
     groups: dict[GroupKey, dict[str, Any]]
     operations: list[Operation] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ class RankFile:
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """All files given, and those of the folders given; of a rank that wrote several (restarts), the newest."""
+    """Return the given files, and the newest file of each rank in the given folders (restarts write several)."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -106,7 +106,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_files(paths: Iterable[Path]) -> list[RankFile]:
-    """By rank."""
+    """Return the files in the order of ranks."""
     files: dict[int, RankFile] = {}
     zero_ns: int | None = None
     for path in paths:
@@ -139,11 +139,14 @@ def _read(path: Path, zero_ns: int | None) -> RankFile:
 
 
 def _parsed(path: Path, told: dict[str, Any], zero_ns: int | None) -> RankFile:
-    """`zero_ns`: how much the first file's wall clock was ahead of its monotonic one, which is the common clock."""
+    """Return a parsed file.
+
+    `zero_ns`: how much the first file's wall clock was ahead of its monotonic one, which is the common clock.
+    """
     clock = told["clock"]
     keys: list[GroupKey] = []
     ahead_ns = _wall_minus_monotonic_ns(told)
-    offset = (ahead_ns - (ahead_ns if zero_ns is None else zero_ns)) * 1e-9  # seconds since 1970 have no nanoseconds
+    offset = (ahead_ns - (ahead_ns if zero_ns is None else zero_ns)) * 1e-9  # a float of seconds since 1970 loses them
     for group in told["groups"]:
         name, ranks = str(group["name"]), tuple(int(rank) for rank in group["ranks"])
         keys.append((name, ranks, sum(key[:2] == (name, ranks) for key in keys)))
@@ -161,14 +164,14 @@ def _parsed(path: Path, told: dict[str, Any], zero_ns: int | None) -> RankFile:
 
 
 def align(files: Sequence[RankFile]) -> dict[str, float]:
-    """Bring all times to the first file's clock; by clock, how many seconds it was moved (0.0: by nothing)."""
+    """Move all times to the first file's clock. Return the seconds by which each clock was moved."""
     hosts: dict[str, list[RankFile]] = {}
     for file in files:
         hosts.setdefault(file.clock, []).append(file)
     moved: dict[str, float] = {}
     aligned: list[RankFile] = []
     for clock, members in hosts.items():
-        for file in members[1:]:  # one kernel, one monotonic clock: only their wall clocks were read at two times
+        for file in members[1:]:  # one kernel has one monotonic clock; only the wall clock was read at different times
             _move(file, members[0].offset - file.offset)
         differences = _differences(_ends(aligned), _ends(members))
         moved[clock] = -statistics.median(differences) if differences else 0.0
@@ -179,7 +182,7 @@ def align(files: Sequence[RankFile]) -> dict[str, float]:
 
 
 def _ends(files: Iterable[RankFile]) -> dict[tuple[GroupKey, int], float]:
-    """When the last of these ranks has ended an operation at which all meet."""
+    """Return when the last of these ranks has ended each operation at which all ranks meet."""
     ends: dict[tuple[GroupKey, int], float] = {}
     for file in files:
         for each in file.operations:

@@ -1,4 +1,4 @@
-"""What the merged traces of a job tell: who was waited for where it stopped, and who came late where it did not."""
+"""Findings from the merged traces of a job: the ranks that others waited for when it stopped, and late ranks."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ __all__ = ["Lateness", "Standing", "Stop", "find_stops", "latenesses", "missing_
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One rank, at the operation that a group did not get past."""
+    """The state of one rank at the operation where its group stopped."""
 
     rank: int
-    called: bool | None  # None: nobody knows
+    called: bool | None  # None: unknown
     doing: str  # what it did there, or instead
-    seconds: float | None  # since when, before the end of the trace
+    seconds: float | None  # for how long, until the end of the trace
     waits_for: int | None
     has_file: bool
-    life: str  # by its peers: present, left, gone; empty: unknown
+    life: str  # according to its peers: present, left, gone; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An operation that is not complete, the first of its group."""
+    """The first incomplete operation of a group."""
 
     group: GroupKey
     number: int
     what: str
     standings: tuple[Standing, ...]
-    culprits: tuple[int, ...]  # who was waited for
+    culprits: tuple[int, ...]  # the ranks that others waited for
     reason: str
-    failures: dict[int, str]  # by rank: what it raised
+    failures: dict[int, str]  # by rank: its error
 
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """Of one rank, over all operations of which every rank's call is known."""
+    """The lateness of one rank, over all operations for which every rank's call is known."""
 
     rank: int
-    seconds: float  # sum of its calls' distances from the first rank's call
-    last: int  # how often it was the last one
+    seconds: float  # sum of its calls' delays after the first rank's call
+    last: int  # how often it called last
     operations: int
     worst_seconds: float
     worst: str
 
 
 def missing_ranks(files: Sequence[RankFile]) -> list[int]:
-    """Ranks of the files' groups that have none themselves."""
+    """Return the ranks of the files' groups that have no file."""
     known = {rank for file in files for key in file.groups for rank in key[1]}
     return sorted(known - {file.rank for file in files})
 
 
 def find_stops(files: Sequence[RankFile]) -> list[Stop]:
-    """One for each group that did not get through all its operations."""
+    """Return one stop for each group that did not complete all its operations."""
     keys = list(dict.fromkeys(key for file in files for key in file.groups))
     return [stop for key in keys if (stop := _stop_of(key, files)) is not None]
 
@@ -78,7 +78,7 @@ def _stop_of(key: GroupKey, files: Sequence[RankFile]) -> Stop | None:
 
 
 def _first_unfinished(operations: Sequence[Operation]) -> Operation | None:
-    """The first one after all that have ended: handles that nobody waited for were not seen to end."""
+    """Return the first unfinished operation after the last ended one. Handles never waited for were not seen to end."""
     ended = [place for place, each in enumerate(operations) if each.ended]
     rest = operations[ended[-1] + 1 if ended else 0 :]
     return next((each for each in rest if each.state in ("submitted", "running", "failed")), None)
@@ -125,12 +125,12 @@ def _by_file(file: RankFile, key: GroupKey, stop: Operation, operations: Sequenc
 
 
 def _end_of(file: RankFile, key: GroupKey) -> float:
-    """Up to when a rank waited: until its group failed, or its file was written."""
+    """Return the time until which a rank waited: until its group failed, or its file was written."""
     return file.time(file.groups[key].get("failed_ns")) or file.written
 
 
 def _by_board(rank: int, key: GroupKey, members: dict[int, RankFile], what: str) -> object:
-    """What the latest file of a peer says of a rank."""
+    """Return a field that the latest file of a peer has for a rank."""
     for file in sorted(members.values(), key=lambda each: each.written, reverse=True):
         for peer in file.groups[key]["peers"]:
             if peer["rank"] != rank or file.rank == rank:
@@ -146,8 +146,8 @@ def _by_board(rank: int, key: GroupKey, members: dict[int, RankFile], what: str)
 def _blame(
     standings: Sequence[Standing], stop: Operation, mine: dict[int, list[Operation]]
 ) -> tuple[tuple[int, ...], str]:
-    """Who was waited for, and how that is known; the surest sign first."""
-    # Who has a file was killed later, by a launcher that ends all after the first failure, say.
+    """Return the ranks that others waited for, and how that is known. The surest sign is checked first."""
+    # A rank with a file was killed later, for example by a launcher that ends all ranks after the first failure.
     gone = tuple(each.rank for each in standings if each.life == "gone" and not each.has_file)
     if gone:
         return gone, "its process is gone"
@@ -162,7 +162,7 @@ def _blame(
     known = tuple(rank for rank in silent if rank in waited)
     if known:
         return known, "it was waited for, and has written no file"
-    # Of those that are waited for, the ones that wait for nobody themselves.
+    # Ranks that others wait for, and that wait for no rank themselves.
     waiting = {each.rank for each in standings if each.waits_for is not None}
     idle = tuple(sorted(rank for rank in waited if rank is not None and rank not in waiting))
     if idle:
@@ -173,7 +173,7 @@ def _blame(
 
 
 def latenesses(files: Sequence[RankFile]) -> list[Lateness]:
-    """By rank: for how long the first rank had called when this one did. A sum, so it counts work between calls too."""
+    """Return each rank's summed delay after the first rank's calls. The sum includes work between calls."""
     seconds: dict[int, float] = {file.rank: 0.0 for file in files}
     last: dict[int, int] = dict.fromkeys(seconds, 0)
     count: dict[int, int] = dict.fromkeys(seconds, 0)
@@ -192,7 +192,7 @@ def latenesses(files: Sequence[RankFile]) -> list[Lateness]:
 
 
 def _complete(files: Sequence[RankFile]) -> list[list[Operation]]:
-    """The operations that every rank of their group has told of."""
+    """Return the operations that every rank of their group has recorded."""
     found: dict[tuple[GroupKey, int], list[Operation]] = defaultdict(list)
     for file in files:
         for each in file.operations:
@@ -202,7 +202,7 @@ def _complete(files: Sequence[RankFile]) -> list[list[Operation]]:
 
 
 def slowest(files: Sequence[RankFile], most: int) -> list[tuple[float, Operation, float, int]]:
-    """Seconds from the first call to the last end, the operation, how late its last rank was, and who that was."""
+    """Return the slowest: seconds from the first call to the last end, operation, its last rank's delay, that rank."""
     found = []
     for calls in _complete(files):
         if all(each.state == "done" and each.finished is not None for each in calls):
@@ -214,7 +214,7 @@ def slowest(files: Sequence[RankFile], most: int) -> list[tuple[float, Operation
 
 
 def phase_totals(file: RankFile) -> dict[str, float]:
-    """Seconds, of the operations whose phases are known: ours, on CPU tensors."""
+    """Return the seconds of each phase, over operations with known phases: ours, on CPU tensors."""
     totals = dict.fromkeys(PHASES, 0.0)
     for each in file.operations:
         for phase, ns in (each.told.get("phases_ns") or {}).items():

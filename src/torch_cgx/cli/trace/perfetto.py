@@ -1,7 +1,7 @@
-"""Merged traces as Chrome trace events, which ui.perfetto.dev and chrome://tracing show.
+"""Merged traces as Chrome trace events, for ui.perfetto.dev and chrome://tracing.
 
-A rank is a process, a group is a track (two, where its operations overlap), and below it lie the phases. How long the
-phases took is known and not when: they are drawn one after the other from the operation's start.
+A rank is a process, a group is a track (more if its operations overlap), and its phases are below it. Only the phases'
+durations are known, not their times: they are drawn one after the other from the operation's start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LANES = 8  # overlapping operations of a group that get tracks of their own
 
 
 def trace_events(files: Sequence[RankFile]) -> dict[str, Any]:
-    """Times are microseconds from the first event on."""
+    """Return the trace events. Times are microseconds from the first event on."""
     begin = min((each.submitted for file in files for each in file.operations if each.submitted), default=0.0)
     events: list[dict[str, Any]] = []
     for file in files:
@@ -36,14 +36,14 @@ def _of_group(
     file: RankFile, key: GroupKey, operations: Sequence[Operation], track: int, begin: float
 ) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    free = [float("-inf")] * LANES  # until when a track is taken
+    free = [float("-inf")] * LANES  # the time until which each track is taken
     phases_until = float("-inf")
     title = f"group {key[0]}"
     used = set()
     for each in sorted(operations, key=_start):
         start, end = _start(each), _end(each, file)
         lane = next((lane for lane, until in enumerate(free) if until <= start), None)
-        if lane is None:  # more at once than there are tracks: the rest is left out
+        if lane is None:  # all tracks are taken, so leave this one out
             continue
         free[lane] = end
         used.add(lane)
@@ -52,7 +52,7 @@ def _of_group(
             at = start
             for phase in PHASES:
                 seconds = each.told["phases_ns"].get(phase, 0) * 1e-9
-                seconds = min(seconds, end - at)  # slices overlap, over messages
+                seconds = min(seconds, end - at)  # over messages, slices overlap
                 if seconds > 0:
                     events.append(_slice(file.rank, track + LANES, phase, at - begin, seconds, {"of": _named(each)}))
                     at += seconds

@@ -1,1 +1,1 @@
-"""CUDA tensors: programs that run as Triton's kernels and exchanges, over NCCL or shared memory."""
+"""The engine for CUDA tensors: programs run as Triton kernels, and as exchanges over NCCL or shared memory."""

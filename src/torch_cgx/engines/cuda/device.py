@@ -1,7 +1,7 @@
-"""What the CUDA executor asks of CUDA: streams, events, memory. Everything else about it runs on any tensors.
+"""The CUDA executor's interface to CUDA: streams, events, memory. The rest of the executor runs on any tensors.
 
-`CudaDevice` is as thin as can be, one call into torch.cuda a method, because no machine of ours can execute it. Tests
-put a stand-in in its place that notes the calls and works on CPU tensors.
+`CudaDevice` is as thin as possible, with one call into torch.cuda per method, because none of our machines can execute
+it. Tests replace it by a stand-in that records the calls and works on CPU tensors.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ _runtime: Callable[[], Any] = torch.cuda.cudart
 
 
 class Device(Protocol):
-    """Streams and events are the device's own objects, for its methods alone."""
+    """The interface of a device. Streams and events are its own objects, for its methods only."""
 
     def adopt(self, where: torch.device) -> None:
-        """From now on the calling thread, one of ours, works for this device."""
+        """Make this the current device of the calling thread, which is one of ours."""
 
     def side_stream(self, where: torch.device) -> Any:
-        """A stream; after some dozens, one that was given before."""
+        """Return a stream. After some dozens, streams are reused."""
 
     def current_stream(self, where: torch.device) -> Any:
-        """What the calling thread enqueues on."""
+        """Return the stream that the calling thread enqueues on."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Meanwhile this is the calling thread's current stream."""
+        """Make this the calling thread's current stream within the context."""
 
     def record(self, stream: Any) -> Any:
-        """An event: all that the stream has been given so far is done."""
+        """Return an event that happens when all work enqueued on the stream so far is done."""
 
     def hold_back(self, stream: Any, event: Any) -> None:
-        """What the stream is given from now on waits for the event; the host does not."""
+        """Make later work on the stream wait for the event. The host does not wait."""
 
     def is_done(self, event: Any) -> bool:
-        """Whether it has happened. Never waits."""
+        """Return whether the event has happened, without waiting."""
 
     def synchronize(self, event: Any) -> None:
-        """Let the host wait for it."""
+        """Make the host wait for the event."""
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Give the tensor's memory to nobody else before the stream has done what it has been given by then."""
+        """Keep the tensor's memory from reuse until the stream has done all work enqueued when the tensor is freed."""
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+        """Return whether the current stream is being captured into a graph."""
 
     def empty(self, nbytes: int, where: torch.device) -> Tensor:
-        """Bytes on the device, for use on the current stream."""
+        """Return a tensor of bytes on the device, for use on the current stream."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Bytes on the host that the device copies from and to by itself."""
+        """Return a tensor of bytes in pinned host memory, which the device copies from and to directly."""
 
     def register(self, tensor: Tensor) -> bool:
-        """Let the device copy from and to these bytes on the host as though they were pinned; whether it will."""
+        """Register these bytes on the host, so that the device treats them as pinned. Return whether that worked."""
 
     def unregister(self, tensor: Tensor) -> None:
-        """They are about to go."""
+        """Undo `register`. Called before the bytes are freed."""
 
     def future(self, where: torch.device) -> torch.futures.Future[list[Tensor]]:
-        """One whose result waits, on the device, for the stream that is current when it is set."""
+        """Return a future whose readers wait, on the device, for the stream that is current when its result is set."""
 
 
 class CudaDevice:
-    """CUDA, and ROCm, which torch calls by the same names."""
+    """The CUDA device, and ROCm's, which has the same names in torch."""
 
     def adopt(self, where: torch.device) -> None:
         torch.cuda.set_device(where)

@@ -1,14 +1,14 @@
-"""Exchanges of a device's payloads through memory that ranks share and the device copies from and to by itself.
+"""Exchanges of a device's payloads through shared memory that the device copies from and to directly.
 
-Each rank has a ring of blocks, one an exchange, that its peers read. An exchange, by its number:
+Each rank has a ring of blocks, one per exchange, that its peers read. The steps of an exchange:
 
-1. Wait for the exchange `_LAG` before, and for the device to have copied what came with it.
-2. Now every peer is past the exchange 2 `_LAG` before, and has copied out of the block that is next in the ring.
-3. Let the device copy what is sent into that block, and wait for it.
-4. Tell each peer where its payload lies: a message of the native executor, with its waits and errors.
-5. Once the peers' messages are there, let the device copy from their blocks.
+1. Wait for the exchange `_LAG` before this one, and until the device has copied its payloads.
+2. Now every peer is past the exchange 2 `_LAG` before this one, and has copied from the block that is next in the ring.
+3. Let the device copy the sent payloads into that block, and wait for it.
+4. Tell each peer where its payload is: a message of the native executor, with its waits and errors.
+5. When the peers' messages have arrived, let the device copy from their blocks.
 
-Between step 1 and the peers' step 2 lies this rank's message, which they have waited for.
+Between step 1 and the peers' step 2 is this rank's message, which they have waited for.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from torch_cgx.errors import SharedMemoryError
 
 __all__ = ["Block", "DirectExchange", "make_block", "open_block"]
 
-_LAG = 3  # exchanges under way at once before the first is waited for; slices of SRA need no more
+_LAG = 3  # exchanges in progress at once before the first is waited for; slices of SRA need no more
 _BLOCKS = 2 * _LAG
 _ALIGNMENT = 64
-_LEAST_NBYTES = 1 << 16  # of a block; from there on they double
+_LEAST_NBYTES = 1 << 16  # of a block; larger ones double
 _Message = ctypes.c_int64 * 3  # the number of the block's file, its length, and where the payload starts
 
 
 @dataclass(slots=True)
 class Block:
-    """Memory of one rank, mapped by others. `file`: its number in the rank that made it."""
+    """Memory of one rank that others map. `file`: its file number in the rank that made it."""
 
     file: int
     memory: Tensor
@@ -52,7 +52,7 @@ class Block:
     registered: bool = False
 
     def drop(self, device: Device) -> None:
-        """When nobody copies from or to it any more; the memory goes with the last who maps it."""
+        """Release the block. Called when no copies use it. Its memory is freed with the last mapping."""
         if self.registered:
             device.unregister(self.memory)
         if self.owned:
@@ -60,7 +60,10 @@ class Block:
 
 
 def make_block(nbytes: int) -> Block:
-    """Without a name, so that nothing can be left behind; really allocated, so that its lack is an error here."""
+    """Make a block. It has no name, so that nothing can be left behind.
+
+    It is allocated immediately, so that a lack of memory is an error here.
+    """
     file = os.memfd_create("cgx", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, nbytes)
@@ -71,7 +74,7 @@ def make_block(nbytes: int) -> Block:
 
 
 def open_block(pid: int, file: int, nbytes: int) -> Block:
-    """What the process has made."""
+    """Map a block that another process has made."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -87,10 +90,10 @@ def _mapped(file: int, nbytes: int) -> Tensor:
 
 
 class DirectExchange:
-    """Implement `Exchange` over shared memory. It owns the shared group. `call` makes the entries of its board.
+    """An `Exchange` over shared memory. It owns the shared group. `call` makes the entries of its board.
 
-    `pids` are the ranks' processes, whose blocks this one can open. Where the device will not register a block, its
-    payloads go through pinned memory of the device's own.
+    `pids` are the ranks' processes, whose blocks this rank can open. If the device does not register a block, its
+    payloads go through pinned memory.
     """
 
     waits = True
@@ -114,7 +117,7 @@ class DirectExchange:
         self._mine: list[Block | None] = [None] * _BLOCKS
         self._theirs: dict[tuple[int, int], Block] = {}  # by rank and place in the ring
         self._recent: deque[_Arrival] = deque()
-        self.most_nbytes = shared.limit_nbytes // (4 * len(pids))  # as `SharedExchange`, so that tensors are cut alike
+        self.most_nbytes = shared.limit_nbytes // (4 * len(pids))  # like `SharedExchange`, to cut tensors identically
         self.set_timeout(timeout)
 
     def begin(self, agreed: int) -> None:
@@ -124,7 +127,7 @@ class DirectExchange:
         if len(self._recent) == _LAG:
             self._recent.popleft().finish()
         told = self._put(outgoing)
-        # Numbers of the host alone, so they are no tensor: operations on those may be taken for the device's.
+        # These numbers stay on the host. They are not a tensor, whose operations could be taken for the device's.
         mail = (_Message * (2 * len(self._pids) - 2))()
         for place, peer in enumerate(self._peers):
             mail[place][:] = list(told[peer])
@@ -145,8 +148,8 @@ class DirectExchange:
         return arrival
 
     def _put(self, outgoing: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        """Copy payloads into the next block, each once; for each peer where its own lies."""
-        starts: dict[int, int] = {}  # by address: a sum goes to all peers
+        """Copy each payload once into the next block. Return where each peer's payload is."""
+        starts: dict[int, int] = {}  # by address, because a sum goes to all peers
         nbytes = 0
         for payload in outgoing:
             if payload.numel() and payload.data_ptr() not in starts:
@@ -169,7 +172,7 @@ class DirectExchange:
         place = self._number % _BLOCKS
         block = self._mine[place]
         if block is None or block.memory.numel() < nbytes:
-            if nbytes > self._shared.limit_nbytes:  # memory without a name has no limit of its own
+            if nbytes > self._shared.limit_nbytes:  # anonymous memory has no limit of its own
                 raise SharedMemoryError(
                     f"payloads of {nbytes} bytes for one exchange, and a rank may share {self._shared.limit_nbytes}: "
                     "make /dev/shm larger or CGX_FUSION_BUFFER_SIZE_MB smaller"
@@ -183,11 +186,11 @@ class DirectExchange:
     def _register(self, block: Block, where: torch.device) -> None:
         block.registered = self._device.register(block.memory)
         if not block.registered:
-            with suppress(RuntimeError):  # torch tells of the failure at the next launch: let it be this one
+            with suppress(RuntimeError):  # torch reports the failure at the next launch, so make one here
                 self._device.empty(8, where).zero_()
 
     def fetch(self, place: int, mail: Sequence[Sequence[int]], incoming: Sequence[Tensor]) -> Any:
-        """Let the device copy what the mail tells of; an event for when it has, if there is anything."""
+        """Let the device copy the payloads that the mail announces. Return an event for their end, if any."""
         event = None
         for peer, (file, nbytes, start) in zip(self._peers, mail, strict=True):
             payload = incoming[peer]
@@ -230,14 +233,14 @@ class DirectExchange:
         self._recent.clear()
 
     def abort(self) -> None:
-        """Blocks stay: the device may be copying still."""
+        """Leave without waiting for the device. Blocks are kept, because it may still be copying."""
         self._shared.close()
         _abandoned.extend(block for block in (*self._mine, *self._theirs.values()) if block is not None)
         self._mine, self._theirs = [None] * _BLOCKS, {}
         self._recent.clear()
 
 
-_abandoned: list[Block] = []  # for as long as the process lives
+_abandoned: list[Block] = []  # kept as long as the process lives
 
 
 @dataclass(slots=True)
@@ -259,7 +262,7 @@ class _Arrival:
             self.incoming.clear()
 
     def finish(self) -> None:
-        """And let the host wait until the device has copied it."""
+        """Wait for the arrival, and let the host wait until the device has copied it."""
         self.wait()
         self.finish_copies()
 

@@ -21,18 +21,18 @@ class Arrival(Protocol):
 
 
 class Exchange(Protocol):
-    """Send one message from each rank to each other rank in one step. All ranks make the same calls, in one order."""
+    """Sends one message from each rank to each other rank in one step. All ranks make the same calls in one order."""
 
     @property
     def waits(self) -> bool:
-        """Return whether an exchange blocks the host, which then needs a thread for it."""
+        """Return whether an exchange blocks the host, which then runs it on a thread."""
 
     @property
     def most_nbytes(self) -> int | None:
-        """Return how many bytes of values a slice may have; None: any number."""
+        """Return the most bytes of values that a slice may have; None: any number."""
 
     def begin(self, agreed: int) -> None:
-        """Say that a call of this hash comes next."""
+        """Announce that a call with this hash comes next."""
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
         """Start an exchange of uint8 payloads, by rank. Empty ones are not sent, and none exceeds `room_nbytes`."""

@@ -1,8 +1,8 @@
-"""Runs programs on a device's stream: kernels and exchanges are enqueued, slice overlapping slice, and nobody waits.
+"""Execution of programs on a device's stream. Kernels and exchanges are enqueued, slices overlap, and nothing blocks.
 
-The steps of a level are enqueued on one stream; then that level's messages of all ranks are exchanged at once, on
-whatever streams the exchange has; then the steps of the next level wait for it, on the device. Slices take turns as in
-`schedule`: while one is exchanged, the next is encoded. The device itself, its kernels and the exchange are given.
+The steps of a level are enqueued on one stream. Then that level's messages of all ranks are exchanged at once, on the
+exchange's own streams. The steps of the next level wait for them on the device. Slices take turns as in `schedule`:
+while one is exchanged, the next is encoded. The caller provides the device, its kernels and the exchange.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Underway:
     arriving: list[Arrival] = field(default_factory=list)
 
     def coded(self, slot: Slot) -> Chunk:
-        """What the slot's payload encodes, and how."""
+        """Return the chunk that the slot's payload encodes, with its coding."""
         shared = self.schedule.slots[slot]
         return self.part.joined(shared.chunks).coded(shared.exact)
 
@@ -54,7 +54,7 @@ class Enqueued:
 
 
 class CudaExecutor:
-    """`make_kernels` is called with the first operation: Triton takes a second to load."""
+    """One rank's executor. `make_kernels` is called at the first operation, because Triton takes a second to load."""
 
     def __init__(self, device: Device, make_kernels: Callable[[], Kernels], exchange: Exchange, rank: int) -> None:
         self._device = device
@@ -69,7 +69,7 @@ class CudaExecutor:
         self.bytes_sent = 0
 
     def take(self, operation: Reduction) -> Enqueued:
-        """The first part, on the caller's thread: from here on the values belong to the operation."""
+        """Do the first part, on the caller's thread. From here on the values belong to the operation."""
         values, device = operation.values, self._device
         if device.is_capturing():
             raise RuntimeError(
@@ -85,7 +85,7 @@ class CudaExecutor:
         return Enqueued(device.record(device.current_stream(values.device)), side)
 
     def enqueue(self, operation: Reduction, enqueued: Enqueued, *, widened: bool) -> None:
-        """The second part: everything onto the side stream. `widened`: in a float32 copy of the values."""
+        """Do the second part: enqueue everything on the side stream. `widened`: use a float32 copy of the values."""
         device, values = self._device, operation.values
         if self._kernels is None:
             self._kernels = self._make_kernels()

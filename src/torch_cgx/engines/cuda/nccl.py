@@ -1,8 +1,8 @@
-"""Exchanges over torch's NCCL group: one grouped call of sends and receives, on streams, the host waiting for nothing.
+"""Exchanges over torch's NCCL group: one grouped call of sends and receives, on streams, without blocking the host.
 
-`alltoall` of lists takes payloads of any lengths from where kernels left them, so nothing is padded or copied together,
-and a sum is sent to all peers from one place. (`all_to_all_single` wants all payloads in one tensor, and
-`all_gather_into_tensor` equal ones.) On ROCm the same group speaks to RCCL.
+`alltoall` of lists takes payloads of any lengths directly from the kernels' outputs. So nothing is padded or
+concatenated, and a sum is sent to all peers from one tensor. (`all_to_all_single` needs all payloads in one tensor, and
+`all_gather_into_tensor` needs equal lengths.) On ROCm the same group uses RCCL.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ __all__ = ["NcclExchange", "leave", "limit"]
 
 
 def leave(group: Any, *, at_once: bool) -> None:
-    """End a group of torch's: when all that it was given is done, or at once, whatever is under way."""
+    """End a torch group when all its work is done or, with `at_once`, immediately."""
     # A torch without `abort` ends everything in `shutdown`.
     (getattr(group, "abort", group.shutdown) if at_once else group.shutdown)()
 
 
 def limit(group: Any, timeout: timedelta) -> None:
-    """Give a group of torch's another timeout, for what it is given from now on."""
-    # Every torch that we support has the first for NCCL; the second is its public successor.
+    """Set the timeout of a torch group's later operations."""
+    # Every torch that we support has the first method for NCCL. The second is its public successor.
     (getattr(group, "_set_default_timeout", None) or group.set_timeout)(timeout)
 
 
 class NcclExchange:
-    """Implement `torch_cgx.engines.cuda.exchange.Exchange` over a ProcessGroupNCCL, or a group that has its `alltoall`.
+    """An `Exchange` over a ProcessGroupNCCL, or another group with its `alltoall`.
 
-    The group may carry other collectives too, from the same thread. Where ranks lose step, NCCL's watchdog ends the
-    process after the group's timeout, as it does with every collective of torch's own.
+    The group may also carry other collectives, from the same thread. If ranks are out of step, NCCL's watchdog ends the
+    process after the group's timeout, as it does for all of torch's own collectives.
     """
 
     waits = False
@@ -45,11 +45,11 @@ class NcclExchange:
         self._group = group
 
     def begin(self, agreed: int) -> None:
-        """NCCL compares nothing."""
+        """Do nothing: NCCL does not compare calls."""
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], room_nbytes: int) -> Arrival:
         arrival: Arrival = self._group.alltoall(list(incoming), list(outgoing), c10d.AllToAllOptions())
-        return arrival  # whose wait makes the current stream wait, not the host
+        return arrival  # its wait makes the current stream wait, not the host
 
     def set_timeout(self, timeout: timedelta) -> None:
         limit(self._group, timeout)

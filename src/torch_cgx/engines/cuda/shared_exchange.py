@@ -1,9 +1,9 @@
-"""Exchanges of a device's payloads through shared memory: pinned host memory, and the native executor to carry them.
+"""Exchanges of a device's payloads through pinned host memory and shared memory, carried by the native executor.
 
-For where ranks cannot map each other's memory; where they can, `direct_exchange` copies once less at each end.
+They serve ranks that cannot map each other's memory. Otherwise `direct_exchange` saves one copy at each end.
 
-An exchange is a program like any other, whose values are the payloads' bytes and whose pieces are raw: encode what I
-send into a slot for each peer, decode what each peer has for me. So it has the native executor's waits and errors.
+An exchange is an ordinary program whose values are the payloads' bytes and whose pieces are raw. It encodes each
+payload into a slot for its peer, and decodes each peer's payload. So it has the native executor's waits and errors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch_cgx.plan.programs import EXACT, NodeSlot, NodeSlots
 
 __all__ = ["SharedExchange", "exchange_plan", "wait_for"]
 
-_SLICE_MS = 100  # of a wait; another one follows
-_DTYPE = torch.float32  # what the executor takes payloads for, whose lengths are multiples of 8
+_SLICE_MS = 100  # of a wait; another slice follows
+_DTYPE = torch.float32  # the executor's type for payloads, whose lengths are multiples of 8
 
 
 class SharedExchange:
-    """Implement `Exchange` over shared memory. It owns the shared group. `call` makes the entries of its board."""
+    """An `Exchange` over shared memory. It owns the shared group. `call` makes the entries of its board."""
 
     waits = True
 
@@ -52,8 +52,8 @@ class SharedExchange:
         self._call = call
         self._rank, self._world = rank, world
         self._agreed = 0
-        # Two halves of the segment, each with a chunk's payload for each pair of ranks; and twice as much, for payloads
-        # may be longer than values where blocks are tiny.
+        # The segment has two halves, each with a chunk's payload per pair of ranks. Another factor of two allows for
+        # payloads that are longer than their values because blocks are tiny.
         self.most_nbytes = shared.limit_nbytes // (4 * world)
         self.set_timeout(timeout)
 
@@ -98,18 +98,21 @@ class _Arrival:
     def wait(self) -> None:
         wait_for(self.shared, self.number)
         for host, payload in self.copies:
-            payload.copy_(host, non_blocking=True)  # torch gives pinned memory to nobody else before that is done
+            payload.copy_(host, non_blocking=True)  # torch does not reuse the pinned memory before the copy is done
 
 
 def wait_for(shared: SharedGroup, number: int) -> None:
-    """Until an operation of that number is done; raises what it failed with."""
+    """Wait until the operation of this number is done. Raise its error if it failed."""
     while not shared.wait(number, _SLICE_MS):
         pass
 
 
 @lru_cache(maxsize=1024)
 def exchange_plan(rank: int, sent: tuple[int, ...], received: tuple[int, ...], room_nbytes: int) -> Plan:
-    """Bytes by peer; what is sent lies first in memory. A slot for each pair of ranks, as long as the room."""
+    """Return the plan of an exchange of these numbers of bytes, by peer.
+
+    Sent payloads come first in memory. Each pair of ranks has a slot of `room_nbytes`.
+    """
     world = len(sent)
     pairs = [(writer, reader) for writer in range(world) for reader in range(world)]
     found = {_slot(*pair): NodeSlot(EXACT, place, *pair) for place, pair in enumerate(pairs)}

@@ -1,1 +1,1 @@
-"""CPU tensors: programs that the native library runs."""
+"""The engine for CPU tensors, whose programs the native library runs."""

@@ -1,6 +1,6 @@
-"""Run plans natively, over shared memory or over links: the Python side of csrc/engine.
+"""Native execution of plans, over shared memory or over links: the Python side of csrc/engine.
 
-csrc/engine runs them on a thread of its own, without the GIL. A `SharedGroup` is one rank's handle on the segment or
+csrc/engine runs plans on a thread of its own, without the GIL. A `SharedGroup` is one rank's handle on the segment or
 the links, the board and that thread. Not here: which tensors are compressed, and how ranks find each other (group/).
 """
 
@@ -37,7 +37,7 @@ _ERRORS: dict[int, type[CGXError]] = {
 
 
 class Prepared:
-    """An operation but for its tensor's address: what the backend keeps for each shape that it has seen."""
+    """An operation without its tensor's address. The backend caches one per shape."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Prepared:
 
 
 class SharedGroup:
-    """One rank's handle on the native group. `close` may be called at any time; memory goes with the last reference.
+    """One rank's handle on the native group. `close` may be called at any time. The last reference frees the memory.
 
-    `nodes` has, by rank, a number of what shares memory with it. Before the group is used, `link` joins this rank to
-    each peer elsewhere, and where there are some, `hang_bells` to those of its own node. Without a control segment
-    (None) no other rank may be on this rank's node.
+    `nodes` has a number per rank, equal for ranks that share memory. Before the group is used, `link` joins this rank
+    to each peer on another node. If there are such peers, `hang_bells` joins it to the ranks of its own node. Without a
+    control segment (None) no other rank may be on this rank's node.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SharedGroup:
         assert lib is not None
         self._lib = lib
         self._handle = 0
-        self._getpid = os.getpid  # for __del__ at exit, when modules are empty already
+        self._getpid = os.getpid  # for __del__ at exit, when modules have been emptied
         self._pid = os.getpid()
         self.limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class SharedGroup:
         world = len(nodes)
         self.nodes = tuple(nodes)
         self.linked = len(set(nodes)) > 1
-        self.by_sockets = True  # False: MPI carries data between some ranks, as all of them know
+        self.by_sockets = True  # False, on all ranks: MPI carries data between some ranks
         assert control_name is not None or self.nodes.count(nodes[rank]) == 1
         self._handle = lib.cgx_group_open(
             None if control_name is None else control_name.encode(),
@@ -113,12 +113,12 @@ class SharedGroup:
             raise SharedMemoryError(error.value.decode())
 
     def __del__(self) -> None:
-        # In a forked child the group's thread does not exist, and freeing would wait for it: the child lets it be.
+        # In a forked child the group's thread does not exist. Freeing would wait for it, so the child does not free.
         if self._handle and self._getpid() == self._pid:
             self._lib.cgx_group_free(self._handle)
 
     def link_by_mpi(self, peer: int, library: _native.Mpi, tags: Sequence[int]) -> None:
-        """Send data to a peer by MPI, in streams of these tags. The control connection comes by `link`."""
+        """Send data to a peer by MPI, in streams with these tags. `link` sets the control connection."""
         for tag in tags:
             status = self._lib.cgx_group_link_mpi(self._handle, peer, library, tag)
             if status != 0:
@@ -131,13 +131,13 @@ class SharedGroup:
             assert status == 0, f"the native library refused a link to rank {peer}"
 
     def hang_bells(self, bells: Mapping[int, int]) -> None:
-        """Take over the descriptors by which ranks of this node wake each other; of this rank: what it sleeps on."""
+        """Take over the descriptors that wake the ranks of this node, by rank. This rank sleeps on its own."""
         for peer, file in bells.items():
             status = self._lib.cgx_group_bell(self._handle, peer, file)
             assert status == 0, f"the native library refused the bell of rank {peer}"
 
     def agree(self, call: _native.Call, timeout_ms: int, *, wake: bool) -> tuple[int, int]:
-        """Queue an operation that is done when all linked ranks have made this call: its number and sequence."""
+        """Queue an operation that is done when all linked ranks have made this call. Return its number and sequence."""
         self._check_process()
         row = _native.Submission()
         row.timeout_ms = timeout_ms
@@ -152,7 +152,7 @@ class SharedGroup:
             raise CGXError("a process group does not survive fork: call init_process_group in the child")
 
     def note(self, call: _native.Call) -> int:
-        """Write a call on the board; its number."""
+        """Write a call on the board, and return its number."""
         return int(self._lib.cgx_group_note(self._handle, call))
 
     def submit(
@@ -165,10 +165,10 @@ class SharedGroup:
         wake: bool,
         share_ptr: int | None = None,
     ) -> tuple[int, int]:
-        """Note and queue an operation: its number, and the number of the last one that is done.
+        """Note and queue an operation. Return its number, and the number of the last one that is done.
 
-        The tensors must live until this one is done. `wake` False: the caller waits at once, and runs it on its own
-        thread.
+        The tensors must live until this operation is done. `wake` False: the caller waits at once, and runs the
+        operation on its own thread.
         """
         self._check_process()
         with self._lock:
@@ -185,7 +185,7 @@ class SharedGroup:
         return number, completed
 
     def wait(self, number: int, slice_ms: int) -> bool:
-        """Wait natively for at most a slice; whether the operation is done. Raises what it failed with."""
+        """Wait natively for at most one slice. Return whether the operation is done; raise its error if it failed."""
         self._check_process()
         status = self._lib.cgx_group_wait(self._handle, number, slice_ms)
         if status < 0:
@@ -193,19 +193,19 @@ class SharedGroup:
         return bool(status != PENDING)
 
     def kick(self) -> None:
-        """Let the group's thread go on with what this thread will not."""
+        """Let the group's thread continue the operations that this thread will not run."""
         self._lib.cgx_group_kick(self._handle)
 
     def check(self, sequence: int) -> None:
-        """Raise if ranks have lost step at this call, or a rank has failed."""
+        """Raise if ranks are out of step at this call, or if a rank has failed."""
         self._check(sequence, 0)
 
     def check_missing(self, sequence: int) -> None:
-        """And if a peer has died before it made this call."""
+        """Raise like `check`, and if a peer has died before it made this call."""
         self._check(sequence, 1)
 
     def check_alive(self, sequence: int) -> None:
-        """And if any peer has died."""
+        """Raise like `check`, and if any peer has died."""
         self._check(sequence, 2)
 
     def _check(self, sequence: int, look_at_peers: int) -> None:
@@ -214,19 +214,19 @@ class SharedGroup:
             raise self.error(status)
 
     def laggards(self, sequence: int) -> str:
-        """Which peers have not made this call yet, and where they stand; empty if all have."""
+        """Describe the peers that have not made this call yet, with their latest calls; "" if all have made it."""
         text = ctypes.create_string_buffer(2048)
         self._lib.cgx_group_laggards(self._handle, sequence, text, len(text))
         return text.value.decode(errors="replace")
 
     def fail(self, error: CGXError) -> None:
-        """Tell all peers that this rank cannot go on."""
+        """Tell all peers that this rank cannot continue."""
         status = next((status for status, kind in _ERRORS.items() if type(error) is kind), -4)
         self._lib.cgx_group_fail(self._handle, status, str(error).encode())
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank or a peer has."""
+        """Return whether this rank or a peer has failed."""
         return bool(self._lib.cgx_group_check(self._handle, 0, 0) < 0)
 
     def error(self, status: int) -> CGXError:
@@ -244,12 +244,12 @@ class SharedGroup:
         return float(record.finished_ns - record.submitted_ns) * 1e-9
 
     def record(self, number: int) -> _native.Record | None:
-        """What the flight recorder tells of an operation: of the last 1,024, and of what is queued."""
+        """Return the flight recorder's record of an operation; None unless it is queued or one of the last 1,024."""
         record = _native.Record()
         return record if self._lib.cgx_group_record(self._handle, number, record) else None
 
     def peer(self, rank: int) -> tuple[_native.Peer, str]:
-        """Where a rank stands, and its latest call in words."""
+        """Return a rank's state on the board, and its latest call in words."""
         peer, text = _native.Peer(), ctypes.create_string_buffer(1024)
         self._lib.cgx_group_peer(self._handle, rank, peer, text, len(text))
         return peer, text.value.decode(errors="replace")
@@ -263,6 +263,6 @@ class SharedGroup:
         self._lib.cgx_group_reset_stats(self._handle)
 
     def close(self) -> None:
-        """Leave the group: pending operations fail, peers that wait for this rank are told."""
+        """Leave the group. Pending operations fail, and peers that wait for this rank are notified."""
         if os.getpid() == self._pid:
             self._lib.cgx_group_close(self._handle)

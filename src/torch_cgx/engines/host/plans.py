@@ -1,8 +1,8 @@
 """Plans: everything that one rank does in one operation, as the tables that csrc/engine runs.
 
 A rank makes its plan from its own program and those of its node, not from those of all ranks: on 256 hosts that is one
-program instead of 256. It numbers its slots for itself. Slots that pass between two ranks have the same order in the
-tables of both.
+program instead of 256. Each rank numbers its own slots. Slots that are sent between two ranks have the same order in
+the tables of both.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch_cgx.plan.slicing import largest_slice_nbytes, link_lag
 __all__ = ["Plan", "Tables", "Template", "aligned", "homes_in_tensor", "make_plan", "rooms_for"]
 
 _ALIGNMENT = 64  # bytes: no two slots share a cache line
-_MARK_NBYTES = 16  # by which a rank tells its node that a payload is there
+_MARK_NBYTES = 16  # of a mark that tells a node that a payload is there
 _BYTES = 4  # a dtype of csrc/include/cgx.h: values that are only moved
 Rooms = tuple[int, int, int]
 _NO_MEMORY = -5  # a status of csrc/include/cgx.h
-# Where a payload is, as csrc/include/cgx.h numbers it: in memory, in the values, or where decoded values go.
+# The home of a payload, numbered as in csrc/include/cgx.h: in memory, in the values, or at the decoded values.
 _MEMORY, _VALUES, _RESULT = range(3)
 _KINDS = {Encode: 0, Send: 1, Receive: 2, Reduce: 3, Decode: 4, Sum: 5, Add: 6}
 
 
 class Plan:
-    """One rank's tables; immutable, and used by any number of operations."""
+    """One rank's tables. They are immutable, and any number of operations can use them."""
 
     def __init__(self, tables: Tables, payload_nbytes: int, dtype: torch.dtype) -> None:
         self.memory_nbytes = tables.memory_nbytes
@@ -58,14 +58,14 @@ class Template:
     """The rows that all slices with the same empty chunks have in common, for one rank."""
 
     def __init__(self, program: Program, node: NodeSlots, *, in_place: bool = False) -> None:
-        """`in_place`: leave what is exact in the tensor where the program allows it."""
+        """Make the rows of a program. `in_place`: leave exact payloads in the tensor if the program allows it."""
         chunks_of: dict[Slot, tuple[int, ...]] = {}
         for step in program:
             if isinstance(step, (Reduce, Sum)):
                 chunks_of |= dict.fromkeys(step.inputs, step.chunks)
             if not isinstance(step, (Send, Receive, Sum)):
                 chunks_of[step.slot] = step.chunks
-        # The same order on both sides of a message, which is known by its number.
+        # Sorted, because a message is identified by its number and needs the same order on both sides.
         names = sorted(chunks_of)
         index = {name: number for number, name in enumerate(names)}
         self.n_places, self.n_flags = node.n_places, node.n_flags
@@ -73,7 +73,7 @@ class Template:
         self.in_place = in_place
         self.slots = [(chunks_of[name], node.found[name], homes.get(name, _MEMORY)) for name in names]
         self.inputs: list[int] = []
-        # Of each step: kind, slot, peer, chunks, whether it is exact, first input, inputs, partial, level.
+        # Per step: kind, slot, peer, chunks, whether it is exact, first input, inputs, partial, level.
         self.steps: list[tuple[int, int, int, tuple[int, ...], bool, int, int, int, int]] = []
         for step, level in zip(program, levels_of(program), strict=True):
             if isinstance(step, Join):  # its inputs are adjacent in memory already
@@ -89,22 +89,22 @@ class Template:
 
 
 class Tables:
-    """Collects the rows of a plan, slice by slice.
+    """The rows of a plan, collected slice by slice.
 
     With `lag` 0 the steps of a slice come after all steps of the slice before it, and two slices share the memory.
-    Otherwise level l of slice t runs in tick t + l * lag, so that payloads travel while other slices are computed.
+    Otherwise level l of slice t runs in tick t + l * lag, so that payloads are sent while other slices are computed.
     """
 
     def __init__(self, world: int, lag: int = 0, depth: int = 0) -> None:
         self._world = world
         self._lag = lag
         self._depth = depth
-        self.ring = lag * depth + 2  # one more than are under way: their payloads may still wait to be sent
+        self.ring = lag * depth + 2  # one more than are in progress, because a payload may still wait to be sent
         self._pieces: list[tuple[int, ...]] = []
         self._slots: list[tuple[int, ...]] = []
         self._inputs: list[int] = []
         self._steps: list[tuple[int, ...]] = []
-        self._turns: list[int] = []  # of each step: grows with its tick, and within that with its level
+        self._turns: list[int] = []  # per step; grows with its tick, and within a tick with its level
         self._slices = 0
         self._n_flags = 0
         self.part_nbytes = 0
@@ -121,7 +121,7 @@ class Tables:
             nbytes = coded.nbytes
             assert offset + nbytes <= starts[slot.kind] + (slot.place + 1) * rooms[slot.kind], "no room for a payload"
             if template.in_place and coded.is_as_it_lies:
-                # Without padding, on both sides of a message.
+                # Both sides of a message omit the padding.
                 (piece,) = coded.pieces
                 nbytes = piece.numel * coded.itemsize
                 offset = piece.offset * coded.itemsize if home else offset
@@ -152,7 +152,7 @@ class Tables:
         return self.ring * self.part_nbytes
 
     def _add_pieces(self, pieces: Sequence[Piece]) -> tuple[int, int]:
-        """Append rows, and return the first one's number and their count."""
+        """Append rows. Return the number of the first row and the number of rows."""
         first = len(self._pieces)
         self._pieces.extend((p.offset, p.numel, p.payload, p.raw_tail, p.block, p.bits, p.kind) for p in pieces)
         return first, len(pieces)
@@ -188,11 +188,11 @@ class Tables:
 
 
 def homes_in_tensor(program: Program) -> dict[Slot, int]:
-    """Return the slots whose payload, if it is exact, can stay in the tensor, and in which one.
+    """Return the slots whose payload, if it is exact, can stay in a tensor, and which tensor that is.
 
     A rank sends from the values that it would encode, and receives into those that it would decode into. That is safe
-    where no payload arrives over values that are still to be read or sent: tests/plan/test_in_place.py proves it. What
-    is added up has to be elsewhere, and parts of a joined payload have to be adjacent.
+    if no payload overwrites values that are still to be read or sent: tests/plan/test_in_place.py proves it. Summands
+    must be elsewhere, and parts of a joined payload must be adjacent.
     """
     elsewhere: set[str] = set()
     homes: dict[Slot, int] = {}
@@ -201,7 +201,7 @@ def homes_in_tensor(program: Program) -> dict[Slot, int]:
             elsewhere.update(step.inputs)
         if isinstance(step, (Encode, Reduce)):
             homes[step.slot] = _VALUES
-        elif isinstance(step, Decode):  # of a payload from elsewhere, or of my own
+        elif isinstance(step, Decode):  # of a peer's payload, or of this rank's own
             homes.setdefault(step.slot, _RESULT)
         elif isinstance(step, (Add, Join)):
             elsewhere.add(step.slot)
@@ -238,8 +238,8 @@ def make_plan(
 ) -> Plan:
     """Return the plan with the largest slices, up to `slice_nbytes`, whose payloads fit into `limit_nbytes`.
 
-    `nodes`: by rank, a number of what shares memory with it. `by_sockets`: sockets carry what goes between nodes, and
-    let go of a tensor when an operation has failed. All ranks find the same slices.
+    `nodes`: a number per rank, equal for ranks that share memory. `by_sockets`: sockets carry the payloads between
+    nodes, and release a tensor when an operation has failed. All ranks find the same slices.
     """
     homes = members_of(tuple(nodes))
     linked = len(homes) > 1
@@ -287,7 +287,7 @@ def make_plan(
 
 
 def _most_nbytes(layout: Layout, topology: Topology, homes: Sequence[tuple[int, ...]], *, full: bool) -> int:
-    """Return the most memory that a slice needs on any of these nodes. `full`: assume that no chunk is empty."""
+    """Return the most bytes of memory that a slice needs on any of these nodes. `full`: assume no chunk is empty."""
     most_payload = most_flags = 0
     for part in layout.slices:
         nonempty = tuple(full or chunk.nbytes > 0 for chunk in part.chunks)

@@ -1,4 +1,4 @@
-"""Carriers of payloads between ranks that share no memory: TCP and MPI. Choose them, and check that they are there."""
+"""Carriers of payloads between ranks that share no memory: TCP and MPI. Choose them, and check their availability."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Carriers:
         inner = None if settings.inner_communicator == "SHM" else _SYNONYMS.get(settings.inner_communicator)
         cross = _SYNONYMS.get(settings.cross_communicator or "")
         default = "MPI" if all_have_mpi else "TCP"
-        # Who chooses TCP within nodes and nothing between them means connections throughout.
+        # TCP within nodes, with no choice between them, means TCP everywhere.
         between = cross or (inner if inner == "TCP" else default)
         return cls(inner or between, between)
 
@@ -36,7 +36,7 @@ class Carriers:
 
 
 def check_choice(variable: str, name: str | None) -> None:
-    """Raise a `ValueError` if this process cannot use the carrier. Nothing is started to find out."""
+    """Raise a `ValueError` if this process cannot use the carrier. The check starts nothing."""
     if name == "MPI":
         problem = mpi_process.problem_here()
         if problem:

@@ -1,7 +1,7 @@
-"""How the ranks of a new group get to know each other: version, settings, who shares memory with whom.
+"""The handshake of a new group's ranks: they compare versions and settings, and find out who shares memory.
 
-Everything goes through the group's store, as JSON, never as pickles. At the end every rank knows the same facts, or
-every rank raises the same error.
+Everything goes through the group's store, as JSON, never as pickles. At the end either every rank knows the same facts,
+or every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 SHM_FOLDER = "/dev/shm"
-SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, however much there is
+SEGMENT_LIMIT_NBYTES = 192 << 20  # the most that a group takes of /dev/shm, even if more is free
 SEGMENT_FLOOR_NBYTES = 1 << 20  # with less than this, connections are the better choice
 
 _MEMBER = {
@@ -68,19 +68,19 @@ _MEMBER = {
 }
 _MOST_RANKS_NAMED = 8  # in an error
 _SEGMENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}")  # a file's name, not a path
-_MOST_PAUSE_S = 0.05  # between two looks at whether a peer has joined
+_MOST_PAUSE_S = 0.05  # between two checks whether a peer has joined
 
 _log = logging.getLogger("torch_cgx")
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What all ranks of a group know of each other."""
+    """The facts that all ranks of a group know about each other."""
 
-    nodes: tuple[str, ...]  # by rank: a name of what shares memory
-    pid_namespaces: tuple[str, ...]  # by rank: ranks of different ones cannot see whether the other lives
+    nodes: tuple[str, ...]  # by rank: a name for the ranks that share memory
+    pid_namespaces: tuple[str, ...]  # by rank: ranks in different ones cannot see whether the other lives
     native: tuple[bool, ...]  # by rank: whether it has the native library, with shared memory
-    cuda_problems: tuple[str, ...]  # by rank: what keeps it from CUDA tensors, or ""
+    cuda_problems: tuple[str, ...]  # by rank: why it cannot have CUDA tensors, or ""
     all_have_mpi: bool = False  # an MPI launcher started all ranks, and they have mpi4py
     link_costs: LinkCosts = NOTHING_KNOWN  # rank 0's
 
@@ -97,20 +97,20 @@ class Membership:
         return not all(self.cuda_problems)
 
     def without_cuda(self, global_ranks: Sequence[int]) -> str:
-        """Who has it not, and why."""
+        """Return the ranks without CUDA, with their reasons, as text."""
         found = zip(global_ranks, self.cuda_problems, strict=True)
         return ", ".join(f"rank {rank} ({problem})" for rank, problem in found if problem)
 
     def ranks_here(self, rank: int) -> int:
-        """How many ranks share this one's node."""
+        """Return the number of ranks on this rank's node."""
         return self.nodes.count(self.nodes[rank])
 
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """What one rank knows while its group is being made."""
+    """The facts that one rank knows while its group is being made."""
 
-    prefixed: Callable[[str], Store]  # a part of the group's store, by a name of its own
+    prefixed: Callable[[str], Store]  # returns a part of the group's store, by name
     rank: int
     world: int
     timeout: timedelta
@@ -121,7 +121,7 @@ class Joining:
 
 @contextmanager
 def naming_the_absent(rank: int, global_ranks: Sequence[int]) -> Iterator[None]:
-    """While connections are made: a store's time-out as one of our errors, with the rank that it waited for."""
+    """Translate store timeouts during setup into CGXTimeoutError, naming the missing rank."""
     started = time.monotonic()
     try:
         yield
@@ -133,12 +133,12 @@ def naming_the_absent(rank: int, global_ranks: Sequence[int]) -> Iterator[None]:
 
 
 def agree(store: Store, rank: int, world: int, read_settings: Callable[[], Settings]) -> Settings:
-    """This rank's settings; a mistake in them is told to the peers before it is raised here."""
+    """Return this rank's settings. A mistake in them is reported to the peers before it is raised here."""
     try:
         settings = read_settings()
         compression_from_environ()
         if available():
-            means(settings.simd)  # raises where this processor lacks the level
+            means(settings.simd)  # raises if this processor lacks the level
         if world > 1:
             check_choice("CGX_INNER_COMMUNICATOR_TYPE", settings.inner_communicator)
             check_choice("CGX_CROSS_COMMUNICATOR_TYPE", settings.cross_communicator)
@@ -157,11 +157,11 @@ def join(
     cuda_problem: str,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Membership:
-    """Tell all ranks about this one and hear about all; raise `MismatchError` where they cannot work together."""
+    """Publish this rank's facts and return those of all ranks. Raise `MismatchError` if they cannot work together."""
     mine = {
         "version": f"{__version__} (protocol {_native.ABI_VERSION})",
-        # Bits and bucket size may change with every call, and calls are compared. To compare them here as well tells a
-        # variable that only some ranks were given from a script whose calls differ.
+        # Bits and bucket size may change with every call, and calls are compared. Comparing them here as well
+        # distinguishes a variable that only some ranks have from a script whose calls differ.
         "settings": {**asdict(compression_from_environ()), **settings.fingerprint()},
         "variables": shared_variables(),
         "node": settings.node_id or _node_name(),
@@ -197,9 +197,9 @@ def join(
 
 
 def open_shared_group(joining: Joining, prefix: str, nodes: Sequence[int] | None = None) -> SharedGroup | None:
-    """Open a native group whose ranks share memory within these nodes (None: all of them do).
+    """Open a native group whose ranks share memory within these nodes (None: all ranks do).
 
-    The segments are nameless when this returns. None, said once: some node cannot share memory.
+    The segments have no names when this returns. Return None, after one warning, if some node cannot share memory.
     """
     store, rank, world = joining.prefixed(prefix), joining.rank, joining.world
     nodes = [0] * world if nodes is None else nodes
@@ -229,7 +229,7 @@ def open_shared_group(joining: Joining, prefix: str, nodes: Sequence[int] | None
     first = next((other for other, theirs in enumerate(opened) if theirs["problem"]), None)
     if first is None:
         assert group is not None
-        # All ranks cut operations alike, whatever their own node could take.
+        # All ranks cut operations identically, even if their own node could take more.
         group.limit_nbytes = min(theirs["limit"] for theirs in opened)
         return group
     if group is not None:
@@ -245,7 +245,7 @@ def open_shared_group(joining: Joining, prefix: str, nodes: Sequence[int] | None
 
 
 def check_plain(joining: Joining) -> None:
-    """Refuse carriers that need the native engine on all ranks. Rank 0 warns that Gloo takes its place."""
+    """Refuse carriers that need the native engine on all ranks. Rank 0 warns that Gloo replaces the engine."""
     without = ", ".join(str(joining.global_ranks[peer]) for peer, has in enumerate(joining.members.native) if not has)
     settings = joining.settings
     for variable, chosen in (
@@ -267,7 +267,7 @@ def check_plain(joining: Joining) -> None:
 
 
 def _open_control(control: dict[str, Any], joining: Joining, nodes: Sequence[int]) -> tuple[SharedGroup | None, str]:
-    """Return the group, or what stands in the way."""
+    """Return the group, or None and the problem."""
     if control["problem"]:
         return None, str(control["problem"])
     rank, settings = joining.rank, joining.settings
@@ -289,7 +289,7 @@ def _create_control(world: int) -> dict[str, Any]:
         facts = os.statvfs(SHM_FOLDER)
     except OSError as error:
         return {"name": "", "limit": 0, "problem": f"there is no {SHM_FOLDER} ({error})"}
-    # Half of what is free, so that a second group, or the data loader's workers, find something too.
+    # Half of the free memory, so that some remains for a second group or the data loader's workers.
     limit = min(SEGMENT_LIMIT_NBYTES, facts.f_bavail * facts.f_frsize // 2)
     if limit < SEGMENT_FLOOR_NBYTES:
         free = facts.f_bavail * facts.f_frsize
@@ -307,7 +307,7 @@ def _create_control(world: int) -> dict[str, Any]:
 def read_entry(
     store: Store, key: str, me: str, peer: str, deadline: float, fields: Mapping[str, type] | None = None
 ) -> dict[str, Any]:
-    """What a peer says; waited for by looking again and again, so that Ctrl-C ends it, and not beyond the deadline."""
+    """Wait for a peer's entry until the deadline, by polling so that Ctrl-C works. Parse and check it."""
     started, pause_s = time.monotonic(), 1e-3
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -334,7 +334,7 @@ def _compare_versions(first: dict[str, Any], other: dict[str, Any], first_rank: 
 
 
 def _compare_settings(members: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:
-    """Raise where settings differ; name the variables, as users set them, and who has which value."""
+    """Raise if settings differ. Name the variables, as users set them, and which ranks have which value."""
     differing: dict[str, str] = {}
     for field, name in VARIABLES.items():
         if all(member["settings"].get(field) == members[0]["settings"].get(field) for member in members):
@@ -352,7 +352,7 @@ def _text_of(member: dict[str, Any], variable: str) -> str:
 
 
 def _who_has_what(texts: Sequence[str], global_ranks: Sequence[int]) -> str:
-    """Return "'4' on rank 0 and not set on ranks 1, 2", say."""
+    """Return a text like "'4' on rank 0 and not set on ranks 1, 2"."""
     ranks_by_text: dict[str, list[int]] = {}
     for text, rank in zip(texts, global_ranks, strict=True):
         ranks_by_text.setdefault(text, []).append(rank)
@@ -372,11 +372,14 @@ def _pid_namespace() -> str:
 
 
 def _node_name() -> str:
-    """What shares memory and sees each other's processes: the running kernel, the tmpfs, and the pid namespace."""
+    """Return a name for the ranks that share memory and see each other's processes.
+
+    It consists of the running kernel, the tmpfs, and the pid namespace.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         return f"{boot}:{os.stat(SHM_FOLDER).st_dev}:{_pid_namespace()}"
     except OSError:
-        # Without these facts nothing can be known to be shared; a name of this process's own says so.
+        # Without these facts nothing is known to be shared, so the name is this process's own.
         return f"unknown:{os.uname().nodename}:{os.getpid()}"

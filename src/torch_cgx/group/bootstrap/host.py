@@ -1,4 +1,4 @@
-"""Whether another process of this host lives, as the kernel tells it. Knows nothing of ranks."""
+"""The state of other processes on this host, from the kernel. This module does not know ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def who_am_i() -> dict[str, Any]:
 
 
 def place() -> str:
-    """The same for processes that see each other's."""
+    """Return a name that is identical for processes that can see each other."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -25,7 +25,7 @@ def place() -> str:
 
 
 def stat(pid: int) -> tuple[str, str]:
-    """A process's state, and when it began; empty where there is none."""
+    """Return a process's state and its start time; two empty strings if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             words = file.read().rpartition(")")[2].split()

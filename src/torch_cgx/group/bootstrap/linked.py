@@ -1,4 +1,4 @@
-"""Open native groups of several nodes: shared memory within a node, TCP or MPI between nodes."""
+"""Opening of native groups of several nodes: shared memory within a node, TCP or MPI between nodes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _log = logging.getLogger("torch_cgx")
 def open_linked_group(joining: Joining) -> tuple[SharedGroup, str]:
     """Connect this rank to all others of the group, and return the group and its carrier. All ranks call it.
 
-    If MPI is only the default and cannot be used, the group falls back to TCP, and rank 0 warns.
+    If MPI is only the default choice and cannot be used, the group falls back to TCP, and rank 0 warns.
     """
     _say_that_gloo_is_tcp(joining)
     nodes = _nodes_that_share(joining.settings, joining.members)
     group = open_shared_group(joining, "cgx nodes", nodes)
-    if group is None:  # the same on all ranks
+    if group is None:  # on all ranks
         nodes = range(joining.world)
         group = open_shared_group(joining, "cgx ranks", nodes)
     assert group is not None
@@ -46,7 +46,7 @@ def open_linked_group(joining: Joining) -> tuple[SharedGroup, str]:
 
 
 def _link(joining: Joining, group: SharedGroup, nodes: Sequence[int]) -> str:
-    """Link this rank to those that share no memory with it, and return the group's carrier."""
+    """Link this rank to the ranks that share no memory with it, and return the group's carrier."""
     members, settings = joining.members, joining.settings
     carriers = Carriers.of(settings, members.all_have_mpi)
     home = [peer for peer in range(joining.world) if nodes[peer] == nodes[joining.rank]]
@@ -87,9 +87,9 @@ def _say_that_gloo_is_tcp(joining: Joining) -> None:
 
 
 def _nodes_that_share(settings: Settings, members: Membership) -> Sequence[int]:
-    """Return, by rank, a number of what shares memory with it. Ranks must see each other's processes, too.
+    """Return a number per rank, equal for ranks that share memory. They must also see each other's processes.
 
-    Within one node alone, memory has been tried before, or its ranks do not see each other. Then none share it.
+    On a single node, shared memory has failed before, or the ranks do not see each other. Then no ranks share it.
     """
     facts = list(zip(members.nodes, members.pid_namespaces, strict=True))
     if settings.inner_communicator != "SHM" or len(set(members.nodes)) == 1:
@@ -99,9 +99,9 @@ def _nodes_that_share(settings: Settings, members: Membership) -> Sequence[int]:
 
 
 def _open_bells(joining: Joining, home: Sequence[int]) -> dict[int, int]:
-    """Return the descriptors by which the ranks of a node wake each other; of this rank: what it sleeps on.
+    """Return the descriptors that wake the ranks of a node, by rank. This rank sleeps on its own.
 
-    A bell is a named pipe, because a rank sleeps on it and on its sockets at once. Every end is open for reading too,
+    A bell is a named pipe, because a rank sleeps on it and on its sockets at once. Every end is also open for reading,
     so that writing to the bell of a process that has died does no harm. The names are gone when this returns.
     """
     store, rank = joining.prefixed("cgx bells"), joining.rank

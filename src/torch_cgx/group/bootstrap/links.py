@@ -16,7 +16,7 @@ A link is all connections between two ranks: one for control, and `settings.stre
 4. When a rank has all its links, it stops listening.
 
 Connecting and accepting take place at the same time, in one thread: every connection is a generator that yields
-whenever it has to wait. A stranger that says nothing therefore holds up nobody.
+whenever it has to wait. A silent stranger therefore delays no rank.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ CONTROL = 0  # a connection's kind; stream i is 1 + i
 _HANDSHAKE_LIMIT_S = 10.0  # per connection
 _CONNECT_LIMIT_S = 5.0  # per address, before the next one is tried
 _PAUSE_S, _MOST_PAUSE_S = 0.02, 0.5  # before all addresses are tried again
-_LOOK_S = 0.05  # between two looks at the clock
-_MOST_POLL_S = 0.05  # between two looks at the store
+_LOOK_S = 0.05  # between two checks of the clock
+_MOST_POLL_S = 0.05  # between two checks of the store
 _MOST_ADDRESSES = 32
 _MOST_TEXT = 2000  # characters of a peer's mistake
 _MOST_INTERFACES_NAMED = 64
@@ -89,10 +89,9 @@ class PeerSockets:
 
 
 def open_links(joining: Joining, home: Collection[int] = (), by_mpi: Collection[int] = ()) -> dict[int, PeerSockets]:
-    """Connect this rank to every other rank of the group but those of `home`, and return the sockets by group rank.
+    """Connect this rank to all ranks of the group outside `home`, and return the sockets by group rank.
 
-    Those that are reached `by_mpi` get a control connection alone. All ranks of the group call it. The caller closes
-    the sockets.
+    Ranks in `by_mpi` get only a control connection. All ranks of the group call it. The caller closes the sockets.
     """
     if joining.world == 1:
         return {}
@@ -116,7 +115,7 @@ class _Listening:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """The event that a task waits for: a socket that is ready before `until`, or without a socket that moment."""
+    """The event that a task waits for: a socket that is ready before `until` or, without a socket, that moment."""
 
     until: float  # of time.monotonic
     sock: socket.socket | None = None
@@ -127,18 +126,18 @@ _Task = Generator[_Wait, None, None]
 
 
 class _RefusedError(Exception):
-    """The other side is not the rank that it should be."""
+    """An error of a connection whose other side is not the expected rank."""
 
 
 class _Tasks:
-    """Runs generators in this thread, each of them until it waits."""
+    """A runner of generators in this thread. Each runs until it waits."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._waits: dict[_Task, _Wait] = {}
 
     def resume(self, task: _Task, error: Exception | None = None) -> None:
-        """Start a task, or continue one that waits; it sees the error at the place where it waits."""
+        """Start a task, or continue a waiting one. An error is raised at the place where the task waits."""
         wait = self._waits.pop(task, None)
         if wait is not None and wait.sock is not None:
             self._selector.unregister(wait.sock)
@@ -170,7 +169,7 @@ class _Tasks:
 
 
 class _Links:
-    """One rank's links while they are made. Owns every socket until `open` returns them."""
+    """One rank's links while they are made. It owns every socket until `open` returns them."""
 
     def __init__(self, joining: Joining, home: Collection[int], by_mpi: Collection[int]) -> None:
         self._joining = joining
@@ -194,7 +193,7 @@ class _Links:
         self._store.set(f"address/{self._rank}", json.dumps({"addresses": list(own.addresses), "port": own.port}))
         if self._rank == 0:
             self._store.set("secret", json.dumps({"secret": secrets.token_hex(SECRET_NBYTES)}))
-        # Everybody reads every entry before it connects: an absent rank is named, and a rank's mistake is known to all.
+        # Every rank reads all entries before it connects, so that all can name an absent rank or report a mistake.
         where = {peer: self._read_listening(peer) for peer in self._peers}
         self._secret = self._read_secret()
         for listener in listeners:
@@ -227,7 +226,7 @@ class _Links:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if kind != CONTROL:
-            return  # on a data connection a peer that takes nothing for a long time is no fault
+            return  # on a data connection, a peer that takes nothing for a long time is not a failure
         timeout_s = min(_MOST_USER_TIMEOUT_S, self._joining.timeout.total_seconds())
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
@@ -281,7 +280,7 @@ class _Links:
             self._tasks.resume(self._unproven[sock])
 
     def _admit(self, sock: socket.socket, sender: str) -> _Task:
-        """Keep an accepted connection if it is one that this rank waits for, else close it."""
+        """Keep an accepted connection if this rank waits for it, else close it."""
         try:
             yield from self._examine(sock)
         except (OSError, _RefusedError) as error:
@@ -310,7 +309,7 @@ class _Links:
         proof = yield from _receive(sock, PROOF_NBYTES, limit)
         if not hmac.compare_digest(proof, self._prove(b"connector", hello + nonce)):
             raise _RefusedError(f"it says that it is {self._name(peer)}, but does not know the group's secret")
-        self._refuse_duplicate(peer, kind)  # a second one may have been as far as this one
+        self._refuse_duplicate(peer, kind)  # a second connection may have reached this point first
         sock.send(WELCOME)  # one byte into an empty buffer, which does not block
         self._made[peer, kind] = sock
 
@@ -323,7 +322,7 @@ class _Links:
     # The connecting side.
 
     def _connect(self, peer: int, where: _Listening) -> _Task:
-        """Make all connections to one peer, one after another; try its addresses in turn, again and again."""
+        """Make all connections to one peer, one after another. Try its addresses in turn, repeatedly."""
         addresses = list(where.addresses)
         for kind in range(self._kinds[peer]):
             pause_s = _PAUSE_S
@@ -335,7 +334,7 @@ class _Links:
                         self._problems[peer] = f"{address}: {error}"
                         continue
                     addresses.remove(address)
-                    addresses.insert(0, address)  # where the next connection is tried first
+                    addresses.insert(0, address)  # the next connection tries it first
                     break
                 else:
                     yield _Wait(time.monotonic() + pause_s)
@@ -388,7 +387,7 @@ class _Links:
 
     @contextmanager
     def _telling_peers(self) -> Iterator[None]:
-        """Tell the peers about a mistake of this rank before it is raised here, so that they do not wait."""
+        """Tell the peers about this rank's mistake before it is raised here, so that they do not wait."""
         try:
             yield
         except (ValueError, TransportError) as error:
@@ -419,7 +418,7 @@ class _Links:
         return secret
 
     def _read(self, key: str, peer: int, fields: Mapping[str, type] | None = None) -> dict[str, Any]:
-        """Wait for a peer's entry under `key`, by looking again and again so that Ctrl-C works, and parse it."""
+        """Wait for a peer's entry under `key`, by polling so that Ctrl-C works, and parse it."""
         pause_s = 1e-3
         while not self._store.check([key]):
             if time.monotonic() > self._deadline:
@@ -523,7 +522,7 @@ def _store_host(store: Store) -> str | None:
 
 
 def _addresses_toward(host: str) -> list[str]:
-    """Return this machine's addresses, per address of the host, on the way there."""
+    """Return the addresses that this machine uses to reach each address of a host."""
     try:
         infos = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -532,7 +531,7 @@ def _addresses_toward(host: str) -> list[str]:
     for family, kind, _, _, target in infos:
         try:
             with socket.socket(family, kind) as probe:
-                probe.connect(target)  # of a datagram socket: chooses a route, and sends nothing
+                probe.connect(target)  # for a datagram socket this chooses a route and sends nothing
                 found.append(str(probe.getsockname()[0]))
         except OSError:
             continue

@@ -1,7 +1,7 @@
 """Set up MPI as a carrier: hand the MPI library to native code, and give each group its own message tags.
 
-Ranks talk on communicators of our own, so that their messages never meet the user's. There is one for each set of
-ranks, made when it is first needed and kept, since MPI has few of them. The groups of one set take turns with its tags.
+Ranks use communicators of our own, so that their messages never mix with the user's. There is one communicator per set
+of ranks, made on first use and kept, because MPI has few of them. Groups of the same ranks divide its tags among them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch_cgx.group.bootstrap.store_json import check_fields
 
 __all__ = ["MpiLinks", "open_mpi"]
 
-_CREATION_TAGS = 1 << 15  # MPI promises no more
+_CREATION_TAGS = 1 << 15  # MPI guarantees no more
 _TAGS_PER_STREAM = 2
 _FUNCTIONS = ("Isend", "Issend", "Irecv", "Test", "Cancel", "Finalized")
 
 
 @dataclass(slots=True)
 class _Communicator:
-    """A communicator, which all groups of the same ranks share."""
+    """A communicator that all groups of the same ranks share."""
 
     library: _native.Mpi
     most_tags: int
@@ -51,11 +51,11 @@ def open_mpi(joining: Joining) -> MpiLinks:
 
     They tell each other through the store:
 
-    1. whether MPI may be initialised at all, since doing so in the wrong place aborts the process;
-    2. which rank of MPI_COMM_WORLD each of them is, for the group may number them otherwise;
+    1. whether MPI may be initialised at all, because doing so in the wrong place aborts the process;
+    2. which rank of MPI_COMM_WORLD each of them is, because the group may number them differently;
     3. which tags are free.
 
-    A problem of one rank is raised by all, as the same `TransportError`.
+    If one rank has a problem, all raise the same `TransportError`.
     """
     mine: dict[str, Any] = {"problem": mpi_process.problem_before(), "process": mpi_process.launched_rank()}
     facts = _exchange(joining, "launched", mine)
@@ -80,7 +80,7 @@ def open_mpi(joining: Joining) -> MpiLinks:
         mine = {"problem": _make_communicator(members, facts[0]["name"])}
         made = _exchange(joining, "made", mine)
         if any(theirs["problem"] for theirs in made):
-            _communicators.pop(members, None)  # on all ranks, which would else have different ones
+            _communicators.pop(members, None)  # on all ranks, so that none keeps a communicator that others lack
         _raise_first_problem(joining, made)
     communicator = _communicators[members]
     tags_needed = _TAGS_PER_STREAM * joining.settings.streams
@@ -100,7 +100,7 @@ def open_mpi(joining: Joining) -> MpiLinks:
 
 
 def _make_communicator(members: tuple[int, ...], name: int) -> str:
-    """Make the communicator of these ranks; return what went wrong, or ""."""
+    """Make the communicator of these ranks. Return what went wrong, or ""."""
     _communicators.pop(members, None)
     try:
         _communicators[members] = _new_communicator(members, name)
@@ -115,7 +115,7 @@ def _new_communicator(members: tuple[int, ...], name: int) -> _Communicator:
     communicator = mpi.COMM_WORLD.Create_group(group, name % _CREATION_TAGS)
     group.Free()
     communicator.Set_errhandler(mpi.ERRORS_RETURN)
-    functions = ctypes.CDLL(mpi.__file__)  # finds what it was linked with, too
+    functions = ctypes.CDLL(mpi.__file__)  # also finds functions of the library that it was linked with
     library = _native.Mpi(
         *(ctypes.cast(getattr(functions, f"MPI_{name}"), ctypes.c_void_p) for name in _FUNCTIONS),
         communicator=_handle(mpi, communicator),
@@ -145,7 +145,7 @@ def _exchange(joining: Joining, key: str, mine: dict[str, Any]) -> list[dict[str
 
 
 def _raise_first_problem(joining: Joining, facts: list[dict[str, Any]]) -> None:
-    """Raise the first problem that a rank reports; all ranks raise the same."""
+    """Raise the first problem that a rank reports. All ranks raise the same error."""
     for other, theirs in enumerate(facts):
         if theirs["problem"]:
             raise TransportError(f"MPI cannot be used: rank {joining.global_ranks[other]} reports: {theirs['problem']}")

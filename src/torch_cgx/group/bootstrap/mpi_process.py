@@ -1,4 +1,4 @@
-"""MPI in this process: whether it can be had, its initialisation, its end.
+"""MPI in this process: its availability, its initialisation, its end.
 
 mpi4py is imported, and MPI initialised, when a group first asks for it, never before.
 """
@@ -31,15 +31,15 @@ __all__ = [
 
 INSTALL = "pip install '.[mpi]' in a checkout of torch_cgx"
 
-# What an MPI launcher sets for each process that it starts; srun sets one of the last two where it serves MPI.
+# The variables that an MPI launcher sets for each process. srun sets one of the last two if it serves MPI.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
-_initialised_by: int | None = None  # the process in which we initialised MPI, and so have to finalise it
-libraries: list[_native.Mpi] = []  # what native code was given, by communicator; never freed
+_initialised_by: int | None = None  # the process in which we initialised MPI, and therefore must finalise it
+libraries: list[_native.Mpi] = []  # passed to native code, one per communicator; never freed
 
 
 def problem_here(environ: Mapping[str, str] = os.environ) -> str:
-    """What keeps this process from MPI, as far as can be told without loading it, and what to do; "" if nothing."""
+    """Return why this process cannot use MPI and what to do, as far as known without loading it; "" if it can."""
     if importlib.util.find_spec("mpi4py") is None:
         return f"mpi4py is not installed: {INSTALL}"
     if launched_rank(environ) is None:
@@ -51,7 +51,7 @@ def problem_here(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def describe() -> str:
-    """What `cgx doctor` says: which MPI mpi4py has found, or what is missing."""
+    """Return the text for `cgx doctor`: the MPI that mpi4py has found, or what is missing."""
     if importlib.util.find_spec("mpi4py") is None:
         return f"not installed: {INSTALL}"
     try:
@@ -63,7 +63,7 @@ def describe() -> str:
 
 
 def problem_before() -> str:
-    """What keeps this process from initialising MPI, which in the wrong place would abort it; loads the library."""
+    """Load the library. Return why this process must not initialise MPI, which could abort the process, or ""."""
     problem = problem_here()
     if problem:
         return problem
@@ -80,7 +80,7 @@ def problem_before() -> str:
 
 
 def initialise(world: int) -> str:
-    """Initialise MPI if it is not yet. Return what keeps a group of this many ranks from using it, or ""."""
+    """Initialise MPI if necessary. Return why a group of `world` ranks cannot use it, or ""."""
     global _initialised_by
     mpi = load()
     if not mpi.Is_initialized():
@@ -106,7 +106,7 @@ def initialise(world: int) -> str:
 
 
 def load() -> Any:
-    """mpi4py's module with its MPI library, not initialised by the import."""
+    """Return mpi4py's module, which has loaded the MPI library. The import does not initialise MPI."""
     if "mpi4py.MPI" in sys.modules:
         return sys.modules["mpi4py.MPI"]
     rc = import_module("mpi4py").rc
@@ -122,7 +122,7 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def job_name() -> str:
-    """The same in all ranks of one launcher's job."""
+    """Return a name that is identical in all ranks of one launcher's job."""
     return f"{os.environ.get('PMIX_NAMESPACE', '')} {load().COMM_WORLD.Get_size()}"
 
 
@@ -139,10 +139,10 @@ def _no_library(error: Exception) -> str:
 
 
 def finalises_at_exit() -> bool:
-    """Whether this process will call MPI_Finalize, in which ranks wait for each other.
+    """Return whether this process will call MPI_Finalize, in which ranks wait for each other.
 
-    It does where it was we who initialised MPI; but not when it ends with an exception: its launcher then ends the
-    others, who may be waiting for this rank.
+    It will if torch_cgx initialised MPI, but not after an exception: the launcher then ends the other ranks, which may
+    be waiting for this one.
     """
     raised = getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
     stranded = any(library.stranded for library in libraries)
@@ -150,7 +150,7 @@ def finalises_at_exit() -> bool:
 
 
 def _stop_progress(*_: object) -> None:
-    """Stop the native progress thread, since no thread may call MPI during MPI_Finalize."""
+    """Stop the native progress thread, because no thread may call MPI during MPI_Finalize."""
     library = _native.library() if libraries else None
     if library is not None:
         library.cgx_mpi_stop()
@@ -162,5 +162,5 @@ def _end() -> None:
         load().Finalize()
 
 
-# Here and not where MPI is initialised: what is registered first runs last, after all groups have been closed.
+# Registered at import, not when MPI is initialised: the first registered runs last, after all groups are closed.
 atexit.register(_end)

@@ -1,16 +1,16 @@
-"""Who is in a new group, and who only was: ranks meet at a store that may hold what an earlier group left in it.
+"""The rendezvous of a new group's ranks, at a store that may hold entries of an earlier group.
 
-torchrun restarts a training's processes on the store of those that ended, and sometimes under the same names. Whoever
-read an address or a segment's name there could read that of a process that is gone. So ranks first make sure that they
-speak with each other, and then use names that nobody has used before:
+torchrun restarts the processes of a training run on the store of the ended ones, sometimes under the same names. A rank
+that read an address or a segment's name there could read that of a process that is gone. So ranks first make sure that
+they talk to each other, and then use names that have never been used before:
 
-1. every rank says hello with a number that it has just drawn;
-2. rank 0 writes down the numbers of all: the roster;
-3. a rank that finds its own number in the roster says which roster it has seen;
-4. when all have seen the same one, rank 0 seals it.
+1. Every rank writes a hello with a number that it has just drawn.
+2. Rank 0 writes the numbers of all ranks: the roster.
+3. A rank that finds its own number in the roster writes which roster it has seen.
+4. When all have seen the same roster, rank 0 seals it.
 
-A hello of a rank that is gone can get into a roster, but nobody will have seen that one, and when the living rank's
-hello takes its place, rank 0 writes another.
+A hello of a rank that is gone can get into a roster. But the live rank will not acknowledge that roster, and when its
+hello replaces the old one, rank 0 writes another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANSWER_NBYTES = 64  # a hello or a digest is shorter
 
 
 def meet(store: Store, rank: int, world: int, timeout: timedelta, global_ranks: Sequence[int]) -> str:
-    """A name for this meeting of exactly these processes, the same on all of them and never used before."""
+    """Return a name for the rendezvous of exactly these processes, identical on all of them and never used before."""
     number = secrets.token_hex(_NUMBER_NBYTES)
     store.set(f"hello/{rank}", number)
     patience = _Patience(timeout)
@@ -45,7 +45,7 @@ def meet(store: Store, rank: int, world: int, timeout: timedelta, global_ranks: 
 
 
 class _Patience:
-    """Looks again and again, less often with time."""
+    """The pauses of a polling loop, which grow until the timeout."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout_s = timeout.total_seconds()
@@ -53,14 +53,14 @@ class _Patience:
         self._pause_s = _POLL_S
 
     def pause(self) -> bool:
-        """False when there is no time left."""
+        """Sleep for one pause. Return whether there is time left."""
         time.sleep(self._pause_s)
         self._pause_s = min(_LONGEST_POLL_S, 1.2 * self._pause_s)
         return time.monotonic() < self._deadline
 
 
 def _gather(store: Store, world: int, patience: _Patience, global_ranks: Sequence[int]) -> str:
-    """Rank 0's part."""
+    """Do rank 0's part: write rosters until all ranks have seen one, seal it, and return its name."""
     written = None
     while True:
         hellos = [_read(store, f"hello/{other}") for other in range(world)]
@@ -80,7 +80,7 @@ def _gather(store: Store, world: int, patience: _Patience, global_ranks: Sequenc
 
 
 def _attend(store: Store, rank: int, number: str, world: int, patience: _Patience, global_ranks: Sequence[int]) -> str:
-    """What all others do."""
+    """Do the part of every other rank: acknowledge rosters until one is sealed, and return its name."""
     seen = None
     while True:
         roster = _read(store, "roster", world * _ANSWER_NBYTES)
@@ -97,7 +97,7 @@ def _attend(store: Store, rank: int, number: str, world: int, patience: _Patienc
 
 
 def _read(store: Store, key: str, most_nbytes: int = _ANSWER_NBYTES) -> str:
-    """Empty where there is nothing yet."""
+    """Return the text under `key`; "" if there is none yet."""
     if not store.check([key]):
         return ""
     found = bytes(store.get(key))
@@ -107,7 +107,7 @@ def _read(store: Store, key: str, most_nbytes: int = _ANSWER_NBYTES) -> str:
 
 
 def _numbers(roster: str, world: int) -> list[str]:
-    """What rank 0 wrote. Of an earlier group of other ranks, it may be shorter or longer, and nobody's number."""
+    """Return the numbers in a roster, one per rank. An earlier group's roster may have another length and content."""
     try:
         numbers = json.loads(roster)
     except ValueError:

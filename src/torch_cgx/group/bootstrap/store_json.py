@@ -1,4 +1,4 @@
-"""What peers write into a group's store: short JSON objects, never pickles, checked before anything in them is used."""
+"""Entries of peers in a group's store: short JSON objects, never pickles, checked before anything in them is used."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch_cgx.version import __version__
 
 __all__ = ["check_fields", "parse_answer", "read_answer", "strange_entry"]
 
-MOST_NBYTES = 64 << 10  # the longest that any version of ours writes has about 2 KB
+MOST_NBYTES = 64 << 10  # the longest entry that any of our versions writes has about 2 KB
 _NAMES = {str: "text", int: "a whole number", bool: "true or false", dict: "an object", list: "a list"}
 
 
 def read_answer(store: Store, key: str, fields: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """What a peer has written under this key, which it is waited for; it has these fields, of these types."""
+    """Wait for a peer's entry under `key`, parse it as JSON, and check its fields' types."""
     return parse_answer(bytes(store.get(key)), key, fields)
 
 

@@ -1,4 +1,4 @@
-"""Groups of several nodes: who speaks for a node, and by which algorithm."""
+"""The topology of allreduces in groups of several nodes: which ranks cross nodes, and by which algorithm."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger("torch_cgx")
 
 
 def topology_of(nodes: Sequence[str], settings: Settings) -> Topology:
-    """Return how a group's allreduces go between ranks: with `AUTO`, unless a `Chooser` finds a faster algorithm.
+    """Return the topology of a group's allreduces. With `AUTO` a `Chooser` may find a faster algorithm.
 
-    Ranks of one node that do not share memory are nodes of their own: there is nothing to gain from one speaking.
+    Ranks of one node that do not share memory count as nodes of their own, because a common leader would gain nothing.
     """
     world, sizes = len(nodes), Counter(nodes)
     cross = "SRA" if settings.cross_reduction == "AUTO" else settings.cross_reduction
@@ -39,19 +39,19 @@ def topology_of(nodes: Sequence[str], settings: Settings) -> Topology:
 
 @dataclass
 class Chooser:
-    """Chooses by which algorithm each allreduce of a group crosses nodes.
+    """Chooses the algorithm by which each allreduce of a group crosses nodes.
 
-    The choice depends on the layers and on constants that all ranks agreed on, so it is the same on all ranks.
+    The choice depends on the layers and on constants that all ranks agreed on, so it is identical on all ranks.
     """
 
-    topology: Topology  # of allreduces for which nothing is faster
+    topology: Topology  # of allreduces for which no other algorithm is faster
     costs: Costs
     algorithms: tuple[str, ...]  # to choose from
-    reported: bool = True  # a grid has been reported, or this rank is not the one to do so
+    reported: bool = True  # a grid has been reported, or this rank does not report
 
     @classmethod
     def of(cls, nodes: Sequence[str], settings: Settings, costs: Costs, link: LinkCosts, rank: int) -> Chooser:
-        """Return the chooser of a group. `link`: what rank 0 knows of the link between nodes."""
+        """Return the chooser of a group. `link`: rank 0's data on the link between nodes."""
         topology = topology_of(nodes, settings)
         automatic = settings.cross_reduction == "AUTO" and topology.n_nodes > 1 and len(set(nodes)) > 1
         algorithms = tuple(LEAST_BITS) if automatic else (topology.algorithm,)
@@ -60,12 +60,12 @@ class Chooser:
 
     @classmethod
     def fixed(cls, topology: Topology) -> Chooser:
-        """Choose nothing: all allreduces have this topology."""
+        """Return a chooser without a choice: all allreduces have this topology."""
         return cls(topology, Costs(), (topology.algorithm,))
 
     @property
     def described(self) -> str:
-        """Say how algorithms are chosen, for the flight recorder."""
+        """Return a description of how algorithms are chosen, for the flight recorder."""
         if len(self.algorithms) == 1:
             return self.algorithms[0]
         wire = self.costs.between

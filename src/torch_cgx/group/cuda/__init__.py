@@ -1,7 +1,7 @@
-"""Carry out a group's operations on CUDA tensors.
+"""A group's operations on CUDA tensors.
 
-`engine` is what this machine has for them, `exchanges` who carries their payloads, `reducer` what is done to them.
-Which are compressed is decided in `group/compression.py`.
+`engine` has this machine's means for them, `exchanges` chooses the carrier of their payloads, and `reducer` runs them.
+Which operations are compressed is decided in `group/compression.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine has for CUDA tensors: NCCL, streams, Triton. Tests have an engine of CPU tensors instead."""
+"""This machine's means for CUDA tensors: NCCL, streams, Triton. Tests use an engine of CPU tensors instead."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Engine", "cuda_engine", "cuda_problem", "triton_kernels"]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What serves tensors of one kind of device."""
+    """The means for tensors of one kind of device."""
 
     kind: str  # of torch.device
-    new_group: Callable[[], Any]  # makes a group of torch's, of all ranks, which all call it
+    new_group: Callable[[], Any]  # makes a torch group of all ranks; all ranks call it
     device: Device
     make_kernels: Callable[[], Kernels]
 
 
 def cuda_problem() -> str:
-    """What keeps this process from CUDA tensors, or "". With ROCm the same names mean AMD's GPUs and RCCL."""
+    """Return why this process cannot have CUDA tensors, or "". With ROCm the same names mean AMD's GPUs and RCCL."""
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     return "" if dist.is_nccl_available() else "torch was built without NCCL"

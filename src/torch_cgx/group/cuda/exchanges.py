@@ -1,4 +1,4 @@
-"""Which exchange carries the payloads of CUDA tensors, by the settings and by where the ranks are."""
+"""The choice of the exchange that carries the payloads of CUDA tensors, by the settings and the ranks' hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("torch_cgx")
 def open_exchange(engine: Engine, joining: Joining, carrier: Any) -> Exchange:
     """Open the exchange that the settings choose. All ranks call it. `carrier`: the NCCL group of exact operations.
 
-    NCCL needs no thread and no host memory. Memory that is shared is for the ranks of one host alone.
+    NCCL needs no thread and no host memory. Shared memory works only if all ranks are on one host.
     """
     members = joining.members
     if joining.settings.cuda_communicator == "SHM":

@@ -1,4 +1,4 @@
-"""Compressed allreduces of CUDA tensors: from requests to what is enqueued, noted on the board, counted."""
+"""Compressed allreduces of CUDA tensors: requests are entered in the ledger, enqueued and counted."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = ["CudaReducer"]
 
 
 class CudaReducer:
-    """Implements `torch_cgx.group.reducers.Reducer`.
+    """The reducer for CUDA tensors. Implements `torch_cgx.group.reducers.Reducer`.
 
-    Enqueues from the calling thread, or, where the exchange makes the host wait, from a thread of its own. Calls are
-    enqueued in the order in which the ledger has them.
+    It enqueues from the calling thread or, if the exchange blocks the host, from a thread of its own. Calls are
+    enqueued in the ledger's order.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class CudaReducer:
         return StreamWork(self._device, where, enqueued, request.result, context.completions)
 
     def _stage(self, where: torch.device, enqueue: Callable[[], None]) -> None:
-        """On the thread, whose device would be the first one, whichever this rank's is."""
+        """Enqueue on the reducer's thread, whose device by default would be the first one, not this rank's."""
         self._device.adopt(where)
         enqueue()
 
@@ -119,7 +119,10 @@ class CudaReducer:
         return number
 
     def _failed(self, error: Exception) -> CGXError:
-        """The stream holds half an operation, and peers wait for the rest: nothing can follow on this group."""
+        """Make the group fail, and return the error.
+
+        The stream holds half an operation and peers wait for the rest, so nothing can follow on this group.
+        """
         failure = error
         if not isinstance(failure, CGXError):
             failure = CGXError(f"a compressed operation failed while it was enqueued, and so has its group: {error}")
@@ -128,7 +131,7 @@ class CudaReducer:
         return failure
 
     def stats(self) -> dict[str, float]:
-        """Time is not known: the host does not see when the device does what."""
+        """Return the statistics. Times are 0, because the host does not see when the device works."""
         times = dict.fromkeys(("encode_s", "wait_s", "reduce_s", "decode_s"), 0.0)
         return {**self._counts.figures, "bytes_sent": self._executor.bytes_sent, **times}
 
@@ -145,19 +148,19 @@ class CudaReducer:
         return self._failure is not None
 
     def close(self, *, at_exit: bool = False) -> None:
-        """`at_exit`: without waiting for peers once what is queued has had its time."""
+        """Leave the group. `at_exit`: do not wait for peers after queued operations have had their time."""
         self._exiting = at_exit
         if self._thread is not None:
             self._thread.close()
         (self._exchange.abort if at_exit else self._exchange.close)()
 
     def abort(self) -> None:
-        """Leave without waiting for anybody."""
+        """Leave without waiting for peers."""
         self._exchange.abort()
         self.close()
 
     def _hang_up(self) -> None:
-        """The thread has failed, still waits, or is about to end."""
+        """Leave the exchange. Called when the thread has failed, still waits, or is about to end."""
         is_busy = self._thread is not None and self._thread.is_busy
         at_once = self._exiting or self._failure is not None or is_busy
         (self._exchange.abort if at_once else self._exchange.close)()

@@ -1,4 +1,4 @@
-"""Whether the ranks of a host can map each other's memory by process and file number."""
+"""A trial of whether the ranks of a host can map each other's memory by process and file number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRIAL_NBYTES = 4096
 
 
 def processes_that_share(joining: Joining) -> tuple[int, ...] | None:
-    """The processes of all ranks, by rank, once each has mapped memory of each; None where one cannot."""
+    """Let every rank map memory of every rank. Return their process ids, by rank; None if any rank cannot."""
     store, world = joining.prefixed("cuda blocks"), joining.world
     try:
         trial = make_block(_TRIAL_NBYTES)

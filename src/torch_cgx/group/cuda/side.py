@@ -1,4 +1,4 @@
-"""One rank's part of a group, as far as CUDA tensors go."""
+"""One rank's part of a group for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["CudaSide", "open_side"]
 
 
 class CudaSide:
-    """Serve CUDA tensors. Implements `torch_cgx.group.sides.Side`."""
+    """The side for CUDA tensors. Implements `torch_cgx.group.sides.Side`."""
 
     carrier_name = "nccl"
     enqueues = True
@@ -34,12 +34,12 @@ class CudaSide:
         self.kind = engine.kind
         self.carrier = carrier
         self.reducer = reducer
-        self.compresses = isinstance(reducer, CudaReducer)  # alone, NCCL's futures know the device
+        self.compresses = isinstance(reducer, CudaReducer)  # one rank uses NCCL, whose futures know the device
         self.coalescing = False
         self._device = engine.device
 
     def start_coalescing(self) -> None:
-        """Let NCCL launch what is called until `end_coalescing` as one: exact, for no program can be part of that."""
+        """Let NCCL launch all calls until `end_coalescing` as one. They are exact, as programs cannot be part of it."""
         self.carrier._start_coalescing()
         self.coalescing = True
 
@@ -58,9 +58,9 @@ class CudaSide:
         limit(self.carrier, timeout)
 
     def close(self, *, at_once: bool, at_exit: bool = False) -> None:
-        """Leave. `at_once`: the group has failed, and what is under way may never end.
+        """Leave the group. `at_once`: the group has failed, and operations in progress may never end.
 
-        `at_exit`: what is staged may end, but NCCL waits for nobody, as where torch's own group is left to itself.
+        `at_exit`: staged operations may end, but NCCL does not wait for peers, as if torch's group were not destroyed.
         """
         if isinstance(self.reducer, CudaReducer):
             at_once = at_once or self.reducer.has_failed

@@ -1,8 +1,8 @@
 """The ledger of a group records who called what and who failed, and words the errors.
 
-`BoardLedger` serves groups whose ranks all have the native engine, `StoreLedger` the others, and `NoLedger` a rank that
-is alone. A call that a torch group carries is entered in the ledger before it starts. Its handle asks the entry for
-trouble while it waits.
+`BoardLedger` serves groups whose ranks all have the native engine, `StoreLedger` other groups, and `NoLedger` a single
+rank. A call that a torch group carries is entered in the ledger before it starts. While its handle waits, it checks the
+entry for trouble.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONNECTION_WORDS = ("onnection", "peer", "roken pipe", "transport/tcp")  # of G
 
 
 class Entry(Protocol):
-    """One call. Its `number` is the same on all ranks."""
+    """One call. Its `number` is identical on all ranks."""
 
     @property
     def number(self) -> int: ...
@@ -33,7 +33,7 @@ class Entry(Protocol):
         """
 
     def still_waits(self) -> None:
-        """Raise the group's failure, here or on a peer. Called while the operation is not done."""
+        """Raise if the group has failed, here or on a peer. Called while the operation is not done."""
 
     def has_ended(self) -> None:
         """Raise if another rank has called something else. Called when the operation is done."""
@@ -52,8 +52,8 @@ class Ledger(Protocol):
     def enter(self, call: _native.Call, *, asynchronous: bool, timeout: timedelta | None = None) -> Entry:
         """Enter a call that torch's Gloo group carries. The caller holds the group's lock.
 
-        `asynchronous`: the caller does not wait at once. `timeout` limits the comparison with other ranks' calls;
-        None: the group's timeout.
+        `asynchronous`: the caller does not wait at once. `timeout` limits the comparison with other ranks' calls, by
+        default to the group's timeout.
         """
 
     def note(self, call: _native.Call) -> int:
@@ -66,7 +66,7 @@ class Ledger(Protocol):
         """Set the timeout of later comparisons."""
 
     def abort(self, reason: CGXError) -> None:
-        """Make the group fail on all ranks, for this reason."""
+        """Make the group fail on all ranks with this error."""
 
     def close(self) -> None:
         """Leave the group after its engine is closed. Queued operations fail."""

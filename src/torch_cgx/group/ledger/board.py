@@ -1,7 +1,7 @@
 """The ledger of groups whose ranks all have the native engine: each rank sees the others' calls on a board.
 
-Within a host the board lies in shared memory. Between hosts it is filled by calls that arrive over links, and ranks
-tell each other of a call that Gloo carries before it is started.
+Within a host the board is in shared memory. Between hosts it is filled by calls that arrive over links. Ranks announce
+a call that Gloo carries to each other before it starts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch_cgx.group.ledger.starter import NativeComparison, Starter
 
 __all__ = ["BoardLedger"]
 
-_DYING_S = 1.0  # how long the death of a peer may take to show after its connection was lost
+_DYING_S = 1.0  # how long a peer's death may take to become visible after its connection was lost
 
 
 class BoardLedger:
-    """Enter calls that `gloo` carries. Errors call this rank `name`."""
+    """The ledger of one rank. `gloo` carries the entered calls. Errors call this rank `name`."""
 
     def __init__(self, board: SharedGroup, gloo: Any, timeout: timedelta, name: str) -> None:
         self._board = board
@@ -46,7 +46,7 @@ class BoardLedger:
         return _LinkedEntry(self._board, sequence, what, self._starter, NativeComparison(self._board, number))
 
     def note(self, call: _native.Call) -> int:
-        """Note it. Between hosts nobody compares it, but with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+        """Note a call. Between hosts it is compared only with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
         if self._starter is None or c10d.get_debug_level() != c10d.DebugLevel.DETAIL:
             return self._board.note(call)
         number, sequence = self._agree(call, self._timeout, wake=False)
@@ -108,7 +108,7 @@ class _BoardEntry:
         return ours
 
     def _name_the_lost(self) -> None:
-        """Raise an error that names the peer, if one dies now: a process's sockets close a moment before it is gone."""
+        """Raise an error that names the peer, if one dies now. A process's sockets close a moment before it is gone."""
         deadline = time.monotonic() + _DYING_S
         while time.monotonic() < deadline:
             self._board.check_alive(self.number)

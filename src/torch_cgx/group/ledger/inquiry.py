@@ -1,11 +1,12 @@
-"""What ranks that share no board tell each other, through the group's store, when something goes wrong.
+"""Messages through the group's store, for ranks that share no board, when something goes wrong.
 
-Every rank keeps its last calls. While all goes well nothing is sent; a thread only looks, twice a second, whether
-somebody asks. Who waits long asks, who fails says so and asks, and all answer with their last calls. From the answers
-each finds the first call at which ranks differ, who has not called yet, who has left and who does not answer.
+Every rank keeps its last calls. In normal operation nothing is sent; a thread only checks, twice per second, for a
+question. A rank that has waited long asks. A rank that fails reports it and asks. All answer with their last calls.
+From the answers each rank finds the first call at which ranks differ, and which ranks have not called yet, have left,
+or do not answer.
 
-All use of the store is that thread's, since a store that cannot be reached holds up whoever asks it. Not here: how
-calls are compared before Gloo's operations are let loose (starter.py).
+Only this thread uses the store, because a store that cannot be reached blocks its caller. Not here: the comparison of
+calls before Gloo's operations start (starter.py).
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from torch_cgx.group.calls import alike, call_from, describe, fields_of
 
 __all__ = ["Inquiry", "Report", "find_mismatch", "find_missing", "read_report"]
 
-KEPT = 32  # calls, of which a rank tells
-LOOK_S = 0.5  # between two looks at whether somebody asks
-# For peers to answer when something has failed: whoever lives looks within LOOK_S, and then needs the processor. Who is
-# known to be gone or stopped is not waited for.
+KEPT = 32  # calls in a report
+LOOK_S = 0.5  # between two checks for a question
+# For peers to answer after a failure: a live rank notices the question within LOOK_S, and then needs processor time.
+# Ranks that are known to be gone or stopped are not waited for.
 ANSWER_S = 1.5
-ANSWER_CALMLY_S = 2.0  # when somebody only waits
+ANSWER_CALMLY_S = 2.0  # when a rank only waits
 _ACCUSED_S = 1.0  # for the store to take a failure, before connections are closed
-_SILENT_S = 0.7  # more, for a store that does not take it
+_SILENT_S = 0.7  # more, if the store has not taken it
 _POLL_S = 0.01
 _TEXT_CHARS = 2000
 _REPORT_NBYTES = 64 << 10
-_SHARED = (MismatchError, PeerLostError)  # concern every rank as much as the one that saw it first
+_SHARED = (MismatchError, PeerLostError)  # concern every rank as much as the one that noticed first
 _ADVICE = {
     MismatchError: "All ranks must make the same calls with the same shapes, types and settings, in one order.",
     PeerLostError: "Look at that rank's output for the cause, then restart all ranks.",
@@ -51,7 +52,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank says of itself: its last calls, by number, and how old the last one is."""
+    """One rank's report on itself: its last calls, by number, and the age of the last one."""
 
     calls: Mapping[int, _native.Call]
     age_s: float = 0.0
@@ -72,7 +73,10 @@ class Report:
 
 
 def read_report(text: bytes) -> tuple[int, Report]:
-    """Which question it answers, and the answer; a `ValueError` for anything but a report of at most 64 KB."""
+    """Return the number of the question and the report that answers it.
+
+    Anything but a report of at most 64 KB is a `ValueError`.
+    """
     if len(text) > _REPORT_NBYTES:
         raise ValueError(f"a report of {len(text)} bytes; at most {_REPORT_NBYTES} are read")
     try:
@@ -84,7 +88,7 @@ def read_report(text: bytes) -> tuple[int, Report]:
 
 
 def find_mismatch(reports: Mapping[int, Report], me: int, names: Sequence[str]) -> str:
-    """The first operation at which somebody called something else than this rank, with both calls; "" if none."""
+    """Describe the first operation at which a peer's call differs from this rank's; "" if there is none."""
     mine = reports[me].calls
     for number in sorted(mine):
         for peer, theirs in sorted(reports.items()):
@@ -99,7 +103,10 @@ def find_mismatch(reports: Mapping[int, Report], me: int, names: Sequence[str]) 
 def find_missing(
     reports: Mapping[int, Report], number: int, me: int, names: Sequence[str], states: Mapping[int, str]
 ) -> str:
-    """Who has not made the call of this number, or does not answer; "" if all have. `states`: of silent processes."""
+    """Describe the ranks that have not made the call of this number, or do not answer; "" if all have made it.
+
+    `states` describes processes that do not answer.
+    """
     found = []
     for peer, name in enumerate(names):
         report = reports.get(peer)
@@ -117,7 +124,7 @@ def find_missing(
 
 @dataclass(slots=True)
 class _Failure:
-    """An operation that has failed here."""
+    """An operation that has failed on this rank."""
 
     error: CGXError
     number: int
@@ -126,7 +133,7 @@ class _Failure:
 
 
 class Inquiry:
-    """One rank's part. `hang_up` closes the group's connections, so that nobody waits on them any longer."""
+    """One rank's part in the inquiry. `hang_up` closes the group's connections, so that no rank waits on them."""
 
     def __init__(self, store: Store, rank: int, global_ranks: Sequence[int], hang_up: Callable[[], None]) -> None:
         self._store = store
@@ -145,13 +152,13 @@ class Inquiry:
         self._wake = threading.Event()
         self._closing = False
         self._facts: dict[int, dict[str, Any]] = {}  # of peers' processes
-        self.failure: CGXError | None = None  # what every call on this group fails with from now on
+        self.failure: CGXError | None = None  # from then on every call on this group fails with it
         self._store.set(f"who/{rank}", json.dumps(who_am_i()))
         self._thread = threading.Thread(target=self._run, name=f"cgx-inquiry-{rank}", daemon=True)
         self._thread.start()
 
     def note(self, call: _native.Call) -> int:
-        """Keep a call; its number. Raises where the group has failed."""
+        """Keep a call and return its number. Raises if the group has failed."""
         if self.failure is not None:
             raise self.failure
         with self._lock:
@@ -161,19 +168,19 @@ class Inquiry:
         return number
 
     def check(self) -> None:
-        """Raise what the group has failed with, here or on a peer."""
+        """Raise the error that the group has failed with, here or on a peer."""
         if os.getpid() != self._pid:
             raise CGXError("a process group does not survive fork: call init_process_group in the child")
         if self.failure is not None:
             raise self.failure
 
     def wonder(self) -> None:
-        """Somebody has waited long: have a look at what the others are doing."""
+        """Let the thread ask the other ranks what they are doing. Called after a long wait."""
         self._wondered = True
         self._wake.set()
 
     def explain(self, error: CGXError, number: int) -> CGXError:
-        """Tell the peers that the operation of this number has failed, hang up, and say whose fault it seems to be."""
+        """Tell the peers that the operation of this number has failed, hang up, and return an error with the cause."""
         if self.failure is None and not self._closing:
             failure = _Failure(error, number)
             self._failures.append(failure)
@@ -188,7 +195,7 @@ class Inquiry:
         return self.failure
 
     def close(self, reason: CGXError | None = None) -> None:
-        """Leave; with a reason (abort), peers fail at once."""
+        """Leave the group. With a reason (abort), peers fail at once."""
         if self._closing:
             return
         if reason is not None:
@@ -201,7 +208,7 @@ class Inquiry:
     # ---- on the thread ----
 
     def _run(self) -> None:
-        # A store that is gone, since its process has ended, has nothing to say.
+        # A store whose process has ended cannot answer.
         with contextlib.suppress(RuntimeError):
             while True:
                 self._wake.wait(LOOK_S)
@@ -245,13 +252,13 @@ class Inquiry:
         return number
 
     def _accuse(self, failure: _Failure) -> dict[str, Any]:
-        """The first failure of any rank, which may be this one."""
+        """Report a failure. Return the first failure that any rank reported, which may be this one."""
         kind, text = type(failure.error).__name__, str(failure.error)[:_TEXT_CHARS]
         mine = json.dumps({"rank": self._rank, "kind": kind, "text": text, "number": failure.number})
         return _read_failure(self._store.compare_set("failed", "", mine), len(self._names))
 
     def _hear(self) -> None:
-        """Take over a peer's failure."""
+        """Adopt a peer's failure, if there is one."""
         if self.failure is None and self._store.check(["failed"]):
             first = _read_failure(self._store.get("failed"), len(self._names))
             if first["rank"] != self._rank:
@@ -275,7 +282,7 @@ class Inquiry:
             failure.ended.set()
 
     def _look_around(self) -> None:
-        """While all wait: have ranks lost step, or is somebody gone without whom this operation cannot end?"""
+        """Fail the group, during a long wait, if ranks are out of step or a rank that it needs is gone."""
         reports = self._collect(self._ask(), ANSWER_CALMLY_S, hurried=True)
         self._hear()
         if self.failure is not None or self._failures:
@@ -298,16 +305,16 @@ class Inquiry:
     def _diagnosis(
         self, kind: type[CGXError], number: int, reports: Mapping[int, Report], states: Mapping[int, str], said: str
     ) -> CGXError:
-        """Of an operation that failed here with this kind of error, and these words of the engine's.
+        """Return the error for an operation that failed here with this kind of error and these words of the engine's.
 
-        `states` is of those whose reports, if there are any, only tell whether ranks have lost step.
+        `states` describes ranks whose reports, if any, are used only to find out whether ranks are out of step.
         """
         found = find_mismatch(reports, self._rank, self._names)
         if found:
             return MismatchError(f"{found}. {_ADVICE[MismatchError]}")
         reports = {peer: report for peer, report in reports.items() if peer not in states}
         if kind is PeerLostError and self._is_waited_for(reports, states, number):
-            kind = CGXTimeoutError  # a connection was closed by one who had waited long enough
+            kind = CGXTimeoutError  # a rank that had timed out closed the connection
         missing = find_missing(reports, number, self._rank, self._names, states) or "all ranks have called it"
         call = reports[self._rank].calls.get(number)
         what = f"operation {number}, {describe(call)}" if call is not None else "the group"
@@ -316,7 +323,7 @@ class Inquiry:
         return kind(f"{self._names[self._rank]}{failed} {what}: {missing}. {advice}{f' ({said})' if said else ''}")
 
     def _is_waited_for(self, reports: Mapping[int, Report], states: Mapping[int, str], number: int) -> bool:
-        """Whether somebody lives who is stopped, or has not called what this rank has; not where one may be dead."""
+        """Return whether a live peer is stopped or has not made this rank's call; False if one may be dead or left."""
         found = False
         for peer in self._peers:
             report, state = reports.get(peer), states.get(peer, "")
@@ -328,7 +335,7 @@ class Inquiry:
         return found
 
     def _echo(self, first: Mapping[str, Any], reports: Mapping[int, Report]) -> CGXError:
-        """A peer's failure, as this rank raises it."""
+        """Return the error that this rank raises for a peer's failure."""
         kind = getattr(errors, str(first["kind"]), CGXError)
         culprit, number = self._names[first["rank"]], self._noted
         shared = kind if kind in _SHARED else PeerLostError
@@ -339,7 +346,7 @@ class Inquiry:
             return error
         call = reports[self._rank].calls.get(number)
         where = f" in operation {number}, {describe(call)}" if call is not None else ""
-        # Who was waited for: the first to give up wrote its words before it knew.
+        # Find the ranks that were waited for: the first rank to give up wrote its text before it knew them.
         heard = {peer: report for peer, report in reports.items() if peer not in states}
         found = find_missing(heard, number, self._rank, self._names, states) if kind is CGXTimeoutError else ""
         said = f"{found} ({first['text']})" if found else first["text"]
@@ -349,16 +356,16 @@ class Inquiry:
         )
 
     def _collect(self, asked: int, limit_s: float, hurried: bool = False) -> dict[int, Report]:
-        """Reports by rank, of all that answer within the time; nobody waits for who is known to be gone.
+        """Return the reports, by rank, of all that answer in time. Ranks that are known to be gone are not waited for.
 
-        `hurried`: and not when something fails here meanwhile.
+        `hurried`: also stop waiting when something fails here meanwhile.
         """
         reports = {self._rank: self._mine()}
         deadline = time.monotonic() + limit_s
         waiting = set(self._peers)
         while True:
             if self._store.check([f"asked/{self._asked + 1}"]):
-                self._answer()  # two may ask at once
+                self._answer()  # two ranks may ask at the same time
             for peer in sorted(waiting):
                 if self._store.check([f"calls/{peer}"]):
                     with contextlib.suppress(ValueError):
@@ -372,7 +379,7 @@ class Inquiry:
             time.sleep(_POLL_S)
 
     def _states(self, reports: Mapping[int, Report]) -> dict[int, str]:
-        """Of those that did not answer, or have, an earlier question perhaps, and are gone since without a word."""
+        """Return the states of peers that did not answer, or that answered and then died without leaving."""
         found = {}
         for peer in self._peers:
             report = reports.get(peer)
@@ -382,7 +389,7 @@ class Inquiry:
         return found
 
     def _state(self, peer: int) -> str:
-        """What is wrong with the process of a peer on this machine; "" if nothing, or if it cannot be seen."""
+        """Return what is wrong with the process of a peer on this machine; "" if nothing, or if it is not visible."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if peer not in self._facts:
                 if not self._store.check([f"who/{peer}"]):

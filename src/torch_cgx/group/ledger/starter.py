@@ -1,9 +1,9 @@
 """Start operations that Gloo carries between hosts, once all ranks are known to have made the same call.
 
-Gloo aborts the process where the lengths of two ranks differ, and adds up whatever comes where only their types do. So
-before each operation all ranks compare their calls. Linked ranks tell each other natively. Others reduce a hash of
-their call on the same Gloo group, two numbers, which cannot go wrong in this way, at the cost of a tiny all_reduce.
-Synchronous calls do it while they wait, others on a thread.
+Gloo aborts the process if the lengths of two ranks differ. If only their types differ, it adds up whatever arrives. So
+all ranks compare their calls before each operation. Linked ranks compare natively. Others reduce two numbers with a
+hash of their call on the same Gloo group, which cannot go wrong in this way and costs a tiny all_reduce. Synchronous
+calls compare while they wait, others on a thread.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _CLOSE_S = 1.0
 _JOIN_S = 5.0  # for a kernel to end, after connections are closed
 _CLOSING_TAG = (1 << 31) - 1
 _POLL_S = 0.002
-_SLICE = timedelta(milliseconds=20)  # between two looks at whether the group has been closed
+_SLICE = timedelta(milliseconds=20)  # between two checks whether the group has been closed
 
 
 class GroupFailedError(Exception):
-    """Raised by the operation of a `Checked` if the whole group has failed, with `error`."""
+    """An error of a `Checked`'s operation after which the whole group has failed. `error` is the cause."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -53,7 +53,7 @@ class GroupFailedError(Exception):
 
 
 class GlooComparison:
-    """An all_reduce of two numbers, by which ranks find out whether they made the same call."""
+    """An all_reduce of two numbers that tells ranks whether they made the same call."""
 
     def __init__(self, gloo: Any, facts: int, timeout: timedelta) -> None:
         self._values = torch.tensor([facts, -facts], device="cpu")
@@ -93,11 +93,10 @@ class NativeComparison:
 
 
 class Checked:
-    """A handle like Gloo's own, on an operation that `run` starts once all ranks are known to have called alike.
+    """A handle like Gloo's, on an operation that `run` starts once all ranks are known to have made the same call.
 
-    What `run` raises is this operation's own: Gloo refuses a call on all ranks, and those that follow it can still be
-    carried out. What goes wrong before that concerns the group, and so does a `GroupFailedError`: the operations that
-    follow fail with it too.
+    An error that `run` raises concerns this operation alone: Gloo refuses a call on all ranks, and later operations can
+    still run. An earlier error, or a `GroupFailedError`, concerns the group. Later operations fail with it too.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Checked:
     ) -> None:
         self._compare = compare
         self._run: Callable[[], Any] | None = run  # holds the caller's tensors
-        self._before = before  # it has to be started first: Gloo counts operations
+        self._before = before  # must start first, because Gloo counts operations
         self._enqueue = enqueue
         self._begun = False
         self._check: Any = None
@@ -126,19 +125,19 @@ class Checked:
 
     @property
     def error(self) -> Exception | None:
-        """Return what failed before the operation was started. The operations behind it fail with the same error."""
+        """Return the error from before the operation was started. The operations behind it fail with the same error."""
         return self._error
 
     def begin(self) -> None:
-        if self._begun:  # and interrupted there: nobody knows whether the peers got anything
+        if self._begun:  # interrupted during the comparison: the peers may or may not have received it
             raise CGXError("the comparison of this call with other ranks' calls was interrupted. Restart all ranks.")
         self._begun = True
         self._check = self._compare()
 
     def start(self, timeout: timedelta | None = None) -> None:
-        """Wait for the comparison, and start. Raises like Gloo where the time is over; another call waits on.
+        """Wait for the comparison, then start. Raises like Gloo on a timeout, and another call continues the wait.
 
-        Ctrl-C ends the wait alone. Whatever else is raised is kept for `wait`.
+        Ctrl-C ends only the wait. Other errors are kept for `wait`.
         """
         with self._lock:
             if self._ready.is_set():
@@ -166,7 +165,7 @@ class Checked:
             self._settle(None)
 
     def start_on_thread(self, closing: threading.Event) -> None:
-        """Start it after the one before, which a waiting caller may have left half-way."""
+        """Start the operation after the one before it, which an interrupted caller may have left half-started."""
         before = self._before
         if before is not None:
             before._start_in_slices(closing)
@@ -175,7 +174,10 @@ class Checked:
         self._start_in_slices(closing)
 
     def _start_in_slices(self, closing: threading.Event) -> None:
-        """Gloo's own time limit ends the comparison, and so does the end of the group."""
+        """Start the operation, checking between slices whether the group is closing.
+
+        Gloo's own time limit ends the comparison.
+        """
         while not self._ready.is_set():
             if closing.is_set():
                 self.fail(CGXError("this process group has been shut down"))
@@ -198,13 +200,13 @@ class Checked:
         self._ready.set()
 
     def abandon(self) -> None:
-        """Leave it to the thread: the caller that waited for it was interrupted, and peers still count on it."""
+        """Hand the operation to the thread. Its waiting caller was interrupted, and peers still need it."""
         if not self._ready.is_set() and not self.on_thread:
             self.on_thread = True
             self._enqueue(self)
 
     def let_go(self) -> None:
-        """Wait until the thread has let go of the operation's tensors. Called after the group has failed."""
+        """Wait until the thread has released the operation's tensors. Called after the group has failed."""
         if self.on_thread:
             self._ready.wait(_JOIN_S)
 
@@ -218,7 +220,7 @@ class Checked:
         if failure is not None:
             raise failure
         self._inner.wait() if timeout is None else self._inner.wait(timeout)
-        self._inner = Nothing()  # the group keeps its last handle, which must not keep the caller's tensors
+        self._inner = Nothing()  # the starter keeps its last handle, which must not keep the caller's tensors alive
 
     def is_completed(self) -> bool:
         if not self._ready.is_set() and not self.on_thread and self._check is not None and self._check.is_completed():
@@ -227,7 +229,7 @@ class Checked:
 
 
 class Nothing:
-    """An operation that needs nothing done but that all ranks call it."""
+    """A handle on an operation that does nothing except that all ranks call it."""
 
     def wait(self, timeout: timedelta | None = None) -> None: ...
 
@@ -236,7 +238,7 @@ class Nothing:
 
 
 class Starter:
-    """Starts the operations of one Gloo group in the order of their calls."""
+    """The starter of one Gloo group's operations, in the order of their calls."""
 
     def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
@@ -246,7 +248,7 @@ class Starter:
         self._closing = threading.Event()
 
     def carry(self, compare: Callable[[], Any], run: Callable[[], Any], asynchronous: bool) -> Checked:
-        """Begin the comparison, and `run` once it succeeds. The caller holds the group's lock."""
+        """Begin the comparison, and call `run` once it succeeds. The caller holds the group's lock."""
         before = self._last if self._last is not None and not self._last.started else None
         checked = self._last = Checked(compare, run, before, self._enqueue)
         if asynchronous or before is not None:
@@ -257,7 +259,7 @@ class Starter:
         return checked
 
     def _drained(self) -> bool:
-        """Return whether all operations have ended; wait up to a second for them."""
+        """Wait up to a second for all operations. Return whether they have ended."""
         deadline = time.monotonic() + _CLOSE_S
         while self._last is not None and not self._last.is_completed():
             if time.monotonic() > deadline:
@@ -277,7 +279,7 @@ class Starter:
 
     def _enqueue(self, checked: Checked) -> None:
         self._waiting.put(checked)
-        if self._closing.is_set():  # behind the end of the queue
+        if self._closing.is_set():  # the queue has ended already
             checked.fail(CGXError("this process group has been shut down"))
         elif self._thread is None:
             self._thread = threading.Thread(target=self._work, name="cgx-carried", daemon=True)
@@ -293,9 +295,9 @@ class Starter:
 
 
 def hang_up(group: Any) -> None:
-    """Close all connections of a Gloo group at once: whoever waits, here or on a peer, raises.
+    """Close all connections of a Gloo group at once, so that all waits raise, here and on peers.
 
-    The first wait that times out closes them all; one for a peer that is gone already raises, and closes nothing.
+    The first wait that times out closes them all. A wait for a peer that is gone already raises, and closes nothing.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     for peer in range(group.size()):

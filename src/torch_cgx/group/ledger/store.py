@@ -1,4 +1,4 @@
-"""The ledger of groups with a rank that lacks the native engine. Ranks compare calls over Gloo and publish them."""
+"""The ledger of groups in which a rank lacks the native engine. Ranks compare calls over Gloo, and publish them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch_cgx.group.ledger.starter import GlooComparison, Nothing, Starter, han
 __all__ = ["StoreLedger"]
 
 _ODD = 0x9E3779B97F4A7C15 >> 8
-_WONDER_S = (0.5, 60.0)  # who waits asks the others after the first, then after twice as long, ...
+_WONDER_S = (0.5, 60.0)  # a waiting rank asks the others after the first, then after twice as long, up to the second
 
 
 class StoreLedger:
-    """Enter calls that `gloo` carries, which is all of them."""
+    """The ledger of one rank. `gloo` carries all calls."""
 
     def __init__(self, store: Store, gloo: Any, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
         self._gloo = gloo
@@ -47,12 +47,12 @@ class StoreLedger:
         return _StoreEntry(self._inquiry, self._starter, compare, number, what)
 
     def note(self, call: _native.Call) -> int:
-        """Note it. With TORCH_DISTRIBUTED_DEBUG=DETAIL the host first waits until all ranks have made the same call."""
+        """Note a call. With TORCH_DISTRIBUTED_DEBUG=DETAIL, first wait until all ranks have made the same call."""
         if not self._in_detail:
             return self._inquiry.note(call)
         entry = self.enter(call, asynchronous=True)
         try:
-            entry.start(Nothing, asynchronous=True).wait()  # in one order with all that Gloo carries
+            entry.start(Nothing, asynchronous=True).wait()  # in one order with all of Gloo's calls
         except RuntimeError as error:
             raise entry.explained(error) from None
         return entry.number
@@ -73,7 +73,7 @@ class StoreLedger:
 
 
 class _StoreEntry:
-    """A call that all ranks compare over Gloo. A rank that waits long asks the others through the store."""
+    """A call that all ranks compare over Gloo. After a long wait, a rank asks the others through the store."""
 
     def __init__(
         self, inquiry: Inquiry, starter: Starter, compare: Callable[[], GlooComparison], number: int, what: str

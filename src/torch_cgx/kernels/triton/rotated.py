@@ -9,6 +9,7 @@ Sums of pairs of halves are reductions of axes of length 2, so that their order 
 import triton
 import triton.language as tl
 
+from torch_cgx.kernels.plain.rotated import MAGNITUDES, THRESHOLDS_SQUARED
 from torch_cgx.kernels.triton.device import (
     NAN,
     RAW_RUN,
@@ -33,30 +34,9 @@ _NOT_FINITE = tl.constexpr(0x7F800000)  # the smallest bits of a number's magnit
 _MAX_STAGES = tl.constexpr(12)  # of a rotation of 4096 values
 
 
-def _floats(text):
-    return tuple(float.fromhex(each) for each in text.split())
-
-
-# Of each number of bits, from 1 on: the magnitudes of the levels, and the squared thresholds between them.
-_MAGNITUDES = tl.constexpr(
-    (
-        _floats("0x1.988454p-1"),
-        _floats("0x1.cfa592p-2 0x1.82aabap+0"),
-        _floats("0x1.f5f3f0p-3 0x1.831320p-1 0x1.580a70p+0 0x1.1372f4p+1"),
-        _floats(
-            "0x1.06f3fap-3 0x1.8d5c88p-2 0x1.5042bcp-1 0x1.e27a72p-1 "
-            "0x1.41985ep+0 0x1.9e384ap+0 0x1.08d58ep+1 0x1.5dc57ep+1"
-        ),
-    )
-)
-_THRESHOLDS = tl.constexpr(
-    (
-        (),
-        _floats("0x1.ed54a0p-1"),
-        _floats("0x1.009030p-2 0x1.1a3790p+0 0x1.871272p+1"),
-        _floats("0x1.111d66p-4 0x1.177494p-2 0x1.474fb0p-1 0x1.355ba0p+0 0x1.085dfap+1 0x1.b305a4p+1 0x1.70e308p+2"),
-    )
-)
+# Of 1 bit, 2 bits and so on.
+_MAGNITUDES = tl.constexpr(tuple(MAGNITUDES.values()))
+_THRESHOLDS = tl.constexpr(tuple(THRESHOLDS_SQUARED.values()))
 
 
 # ---- the rotation ----
@@ -424,7 +404,7 @@ def _encode_tile(
             lost = x - decoded
             if REDUCE:
                 lost = tl.where(others, _back(y - scale * centroids, signs, k, EXACT, ROWS, TILE), lost) * unscale
-            store_tile(residual, run[2] + first, index, lost, real & (scale == scale), 4, True)
+            store_tile(residual, run[2] + first, index, lost, real & (lost == lost), 4, True)
 
 
 @triton.jit

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from torch_cgx.codecs import Rotated
+from torch_cgx.codecs.maxmin import HEADER_NBYTES
 from torch_cgx.codecs.rotated import KEY_NBYTES, SCALE_NBYTES, rotated_numel
 from torch_cgx.kernels import Piece
-from torch_cgx.kernels.reference import HEADER_NBYTES
 
 __all__ = ["EDGE", "FIELDS", "FLAT", "RAW", "ROTATED", "TAIL", "WHOLE", "Launch", "Run", "Table", "make_table"]
 
@@ -166,7 +166,7 @@ def _rotated_tile(pieces: Sequence[Piece]) -> int:
 
 
 def _runs(piece: Piece, itemsize: int, aligned: bool, rows: int, tile: int, tiles: int) -> Iterator[Run]:
-    raw = _raw_numel(piece)
+    raw = piece.raw_tail
     quantized = piece.numel - raw
     levels = piece.payload + _headers_nbytes(piece)
     raw_end, padded_end = _end(piece, itemsize)
@@ -194,38 +194,35 @@ def _runs(piece: Piece, itemsize: int, aligned: bool, rows: int, tile: int, tile
 
 
 def _rotated_runs(piece: Piece, rows: int, tiles: int) -> Iterator[Run]:
-    """Each run begins at its own first value: an incomplete block is shorter than those before it."""
-    quantized = piece.numel - _raw_numel(piece)
+    """Whole blocks, and an incomplete one, which is shorter. Each run begins at its own first value."""
+    quantized = piece.numel - piece.raw_tail
     whole = quantized // piece.block * piece.block
-    scales, levels = piece.payload + KEY_NBYTES, piece.payload + _headers_nbytes(piece)
-    runs = [(piece.block, 0, whole, rows * piece.block * tiles)] if whole else []
+    if whole:
+        yield _rotated_run(piece, 0, whole, piece.block)._replace(step=rows * piece.block * tiles)
     if whole < quantized:
-        last = rotated_numel(quantized - whole)
-        runs.append((last, whole, quantized - whole, last))
-    for block, start, numel, step in runs:
-        yield Run(
-            ROTATED,
-            piece.bits,
-            block,
-            offset=piece.offset + start,
-            numel=numel,
-            headers=scales + start // piece.block * SCALE_NBYTES,
-            levels=levels + start * piece.bits // 8,
-            first_program=0,
-            begin=0,
-            step=step,
-            end=numel,
-            key=piece.payload,
-        )
+        yield _rotated_run(piece, whole, quantized - whole, rotated_numel(quantized - whole))
 
 
-def _raw_numel(piece: Piece) -> int:
-    return piece.numel if piece.is_raw else piece.raw_tail
+def _rotated_run(piece: Piece, start: int, numel: int, block: int) -> Run:
+    return Run(
+        ROTATED,
+        piece.bits,
+        block,
+        offset=piece.offset + start,
+        numel=numel,
+        headers=piece.payload + KEY_NBYTES + start // piece.block * SCALE_NBYTES,
+        levels=piece.payload + _headers_nbytes(piece) + start * piece.bits // 8,
+        first_program=0,
+        begin=0,
+        step=block,
+        end=numel,
+        key=piece.payload,
+    )
 
 
 def _headers_nbytes(piece: Piece) -> int:
     """Return the bytes before a piece's levels."""
-    quantized = piece.numel - _raw_numel(piece)
+    quantized = piece.numel - piece.raw_tail
     blocks = -(-quantized // piece.block)
     if piece.kind == Rotated.kind:
         return (KEY_NBYTES if quantized else 0) + SCALE_NBYTES * blocks
@@ -234,7 +231,7 @@ def _headers_nbytes(piece: Piece) -> int:
 
 def _end(piece: Piece, itemsize: int) -> tuple[int, int]:
     """Where a piece's payload ends in the slot, and where its padding does."""
-    raw = _raw_numel(piece)
+    raw = piece.raw_tail
     coded = piece.numel - raw
     if piece.kind == Rotated.kind:
         coded = Rotated(piece.bits, piece.block).coded_numel(coded)

@@ -1,8 +1,8 @@
 """The algorithms: pure functions from (chunks, rank, world) to a program.
 
-They know neither values nor bytes nor who carries them. A new one is one file here and one line in a table: an
-allreduce in `hierarchical.CROSS`, any other in `ALGORITHMS`. A `Topology` names an algorithm and where ranks are: all
-that decides about programs but for the chunks.
+They know nothing about values, bytes or transports. A new algorithm is one file here and one line in a table: an
+allreduce in `hierarchical.CROSS`, any other in `ALGORITHMS`. A `Topology` names an algorithm and the nodes of the
+ranks. Together with the chunks it determines the programs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Flat(NamedTuple):
     """An algorithm that ignores nodes. Its slices have one chunk per rank."""
 
     program: Callable[[Sequence[bool], int, int], Program]  # which chunks are not empty, rank, world
-    depth: Callable[[int], int]  # of so many ranks: the greatest level of a step, see `schedule`
+    depth: Callable[[int], int]  # for this many ranks, the greatest level of a step, see `schedule`
 
 
 def _flat_program(among: hierarchical.Among) -> Callable[[Sequence[bool], int, int], Program]:
-    """Return an algorithm between speakers as one between all ranks. The only rank of a world does nothing."""
+    """Return an algorithm between speakers as one between all ranks. A single rank does nothing."""
 
     def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
         chunks = owned_chunks(chunks_nonempty, rank, world)
@@ -46,7 +46,7 @@ def _one_message(world: int) -> int:
     return int(world > 1)
 
 
-# By the names that CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE have. The last three are no allreduces.
+# Keys are the values of CGX_INNER_REDUCTION_TYPE and CGX_CROSS_REDUCTION_TYPE. The last three are not allreduces.
 ALGORITHMS: Mapping[str, Flat] = {
     **{name: Flat(_flat_program(cross.among), cross.depth) for name, cross in hierarchical.CROSS.items()},
     "REDUCE_SCATTER": Flat(reduce_scatter.program, _one_message),
@@ -54,19 +54,19 @@ ALGORITHMS: Mapping[str, Flat] = {
     "EXCHANGE": Flat(exchange.program, _one_message),
 }
 
-# Those that may be compressed and whose chunks are of the ranks' shares: see `layout.make_shares_layout`.
+# Algorithms that may be compressed and whose chunks lie in the ranks' shares: see `layout.make_shares_layout`.
 IN_SHARES = ("REDUCE_SCATTER", "ALL_GATHER")
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Which ranks are together on a node, and how they reduce; hashable, because programs are cached by it."""
+    """The nodes of the ranks, and the way they reduce. Hashable, because it is the key of cached programs."""
 
-    algorithm: str  # between nodes; where every rank is a node of its own, between ranks
+    algorithm: str  # between nodes; if every rank is a node of its own, between ranks
     nodes: tuple[int, ...]  # by rank; any numbers
-    shares: int = 1  # how many ranks of each node speak for it
+    shares: int = 1  # the number of ranks of each node that speak for it
     compress_inside: bool = True  # False: exact within a node
-    root: int | None = None  # of a broadcast, which goes over nodes as they are; None: of all else
+    root: int | None = None  # of a broadcast, which always uses the nodes; None for all other algorithms
 
     def __post_init__(self) -> None:
         if self.root is not None:
@@ -80,12 +80,12 @@ class Topology:
 
     @classmethod
     def flat(cls, algorithm: str, world: int) -> Topology:
-        """Every rank is a node of its own."""
+        """Return a topology in which every rank is a node of its own."""
         return cls(algorithm, tuple(range(world)))
 
     @classmethod
     def broadcast(cls, nodes: tuple[int, ...], root: int) -> Topology:
-        """From one rank to all others."""
+        """Return the topology of a broadcast from one rank to all others."""
         return cls("BROADCAST", nodes, root=root)
 
     @property
@@ -102,7 +102,7 @@ class Topology:
 
     @property
     def n_chunks(self) -> int:
-        """Into how many chunks a slice is cut."""
+        """Return the number of chunks in a slice."""
         if self.root is not None:
             return broadcast.n_chunks(self.nodes)
         if self.is_flat:
@@ -129,7 +129,7 @@ class Topology:
         return hierarchical.depth(self.nodes, self.algorithm)
 
     def program(self, nonempty: Sequence[bool], rank: int) -> Program:
-        """The steps of one rank."""
+        """Return the steps of one rank."""
         if self.root is not None:
             return broadcast.program(nonempty, rank, self.nodes, self.root)
         if self.is_flat:

@@ -1,7 +1,7 @@
 """All-gather: every rank ends with the shares of all.
 
-Chunk c is of rank c's share. With N ranks each sends N - 1 times its own payload. A share is quantized once, by its
-owner, who then decodes it like everybody else: all ranks gather the same bits.
+Chunk c lies in rank c's share. With N ranks each sends its own payload N - 1 times. A share is quantized once, by its
+owner. The owner then decodes it like every other rank, so all ranks gather the same bits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ __all__ = ["program"]
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
-    """The steps of one rank; nothing is done for an empty chunk, nor by the only rank of a world.
+    """Return the steps of one rank. Empty chunks need none, and neither does a single rank.
 
     1. Encode my chunk and send that payload to all peers, from the next one on.
     2. Decode it over my own values.
-    3. Receive and decode every other chunk, that of the rank before me first, who sends to me first.
+    3. Receive and decode every other chunk. The chunk of the rank before me is first, because that rank sends to me
+       first.
     """
     chunks = owned_chunks(chunks_nonempty, rank, world)
     if world == 1:

@@ -1,8 +1,8 @@
 """Broadcast: every rank ends with the values of one, the root.
 
-Every other node has a speaker, its first rank. The root sends chunk c to the c-th speaker alone, who sends it to all
-other speakers, so that nobody sends more than the whole between nodes. On its node each speaker, and the root on its
-own, hands every chunk to all other ranks. Values are exact.
+Every other node has a speaker, its first rank. The root sends chunk c only to the c-th speaker, and that speaker sends
+it to all other speakers, so that no rank sends more than the whole tensor between nodes. Each speaker, and the root on
+its own node, sends every chunk to all other ranks of its node. Values are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def depth(nodes: Sequence[int], root: int) -> int:
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, nodes: Sequence[int], root: int) -> Program:
-    """Return the steps of one rank. Nothing is done for an empty chunk, nor by the only rank of a world.
+    """Return the steps of one rank. Empty chunks need none, and neither does a single rank.
 
     1. The root encodes chunk after chunk, and sends each to its speaker and to all ranks of its own node.
     2. A speaker receives its own chunk from the root, and sends it to all other speakers.
-    3. It receives the other chunks from theirs. Each chunk it sends to all ranks of its node, and decodes.
-    4. All others receive every chunk from the speaker of their node, or the root, and decode it.
+    3. It receives each other chunk from that chunk's speaker. It sends every chunk to all ranks of its node, and
+       decodes it.
+    4. All other ranks receive every chunk from the speaker of their node, or the root, and decode it.
     """
     check_rank(rank, len(nodes))
     check_rank(root, len(nodes))
@@ -57,7 +58,7 @@ def program(chunks_nonempty: Sequence[bool], rank: int, nodes: Sequence[int], ro
         mine = is_speaker and speakers[chunk] == rank
         source = (root if mine else speakers[chunk]) if is_speaker else here
         listeners = [peer for peer in speakers if mine and peer != rank] + (home if is_speaker else [])
-        # My speaker, or I, got its own chunk from the root, and the others by one message more.
+        # A node's speaker gets its own chunk directly from the root, and the other chunks one message later.
         level = 1 if here == root else 2 - (speakers[chunk] == here) + (not is_speaker)
         steps.append(Receive(total(chunk), source, level, exact=True))
         steps.extend(Send(total(chunk), peer) for peer in listeners)

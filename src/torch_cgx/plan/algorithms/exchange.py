@@ -1,7 +1,7 @@
-"""The exchange (all-to-all): every rank hands one share of its values to each rank, and ends with one from each.
+"""The exchange (all-to-all): every rank sends one share of its values to each rank, and ends with one from each.
 
-Chunk c is of the values for rank c before, and of those from rank c after. With N ranks each sends N - 1 messages, in
-all (N - 1) / N of its values. Values are exact.
+Before the exchange, chunk c holds the values for rank c. After it, chunk c holds the values from rank c. With N ranks
+each sends N - 1 messages, in all (N - 1) / N of its values. Values are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["program"]
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
-    """Return the steps of one rank; nothing is done for an empty chunk, nor by the only rank of a world.
+    """Return the steps of one rank. Empty chunks need none, and neither does a single rank.
 
     1. For each peer, from the next one on, encode its chunk and send it.
-    2. Receive a chunk from each peer, that of the rank before me first, who begins with mine, and decode it. My own
-       stays where it is.
+    2. Receive a chunk from each peer and decode it. The chunk of the rank before me is first, because that rank sends
+       to me first. My own chunk stays in place.
     """
     owned_chunks(chunks_nonempty, rank, world)
     if not any(chunks_nonempty) or world == 1:

@@ -1,4 +1,4 @@
-"""What algorithms without nodes have in common: their arguments."""
+"""Helpers for the arguments of algorithms without nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def check_rank(rank: int, world: int) -> None:
 
 
 def in_turn(rank: int, world: int) -> list[int]:
-    """The peers of a rank from the next one on, so that not all ranks write to the same one."""
+    """Return the peers of a rank from the next one on, so that not all ranks write to the same one."""
     return [(rank + distance) % world for distance in range(1, world)]
 
 
 def owned_chunks(chunks_nonempty: Sequence[bool], rank: int, world: int) -> list[int | None]:
-    """The chunk that each rank owns: the one of its number; None where that is empty."""
+    """Return the chunk that each rank owns: chunk c for rank c, or None if that chunk is empty."""
     check_rank(rank, world)
     if len(chunks_nonempty) != world:
         raise ValueError(f"chunks: expected one for each of {world} ranks, got {len(chunks_nonempty)}")

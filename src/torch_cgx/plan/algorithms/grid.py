@@ -44,7 +44,7 @@ def among(
     3. Run SRA within my column.
     4. Send my column's sums to the other ranks of my row as one payload. Receive and decode their columns' sums.
 
-    This rank also forwards the sums of every column to the listeners, who are none of these ranks.
+    This rank also forwards the sums of every column to the listeners, none of which is in `ranks`.
     """
     rows = n_rows(len(ranks))
     if rows == 1:

@@ -1,11 +1,11 @@
-"""The hierarchy of nodes: sums are made within each node first, so that a node sends its sum once.
+"""The hierarchy of nodes: each node sums its own values first, so that it sends its sum once.
 
 Some ranks of each node speak for it: its first, second, ... rank for share 0, 1, ... of the values. The link of a
 node carries 2 (M - 1) / M of the whole payload for M nodes, however many ranks a node has.
 
-Nodes are counted in the order of their first ranks, from 0, whatever they are called. Chunk share * M + node belongs
-to that share, and that node's speaker sums it up across nodes. Where every rank is a node of its own, this is the
-flat algorithm.
+Nodes are numbered from 0 in the order of their first ranks, whatever their names are. Chunk share * M + node belongs
+to that share, and that node's speaker sums it across nodes. If every rank is a node of its own, this is the flat
+algorithm.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Cross(NamedTuple):
     """An algorithm between the speakers of one share."""
 
     among: Among
-    depth: Callable[[int], int]  # of so many speakers: the greatest level of a step, see `schedule`
+    depth: Callable[[int], int]  # for this many speakers, the greatest level of a step, see `schedule`
 
 
-# By the names that CGX_CROSS_REDUCTION_TYPE has.
+# Keys are the values of CGX_CROSS_REDUCTION_TYPE.
 CROSS: Mapping[str, Cross] = {
     "SRA": Cross(scatter_reduce_allgather.among, scatter_reduce_allgather.depth),
     "RING": Cross(ring.among, ring.depth),
@@ -58,7 +58,7 @@ CROSS: Mapping[str, Cross] = {
 
 
 def most_shares(nodes: Sequence[int]) -> int:
-    """How many ranks can speak on every node: as many as the smallest has."""
+    """Return how many ranks can speak on every node: the ranks of the smallest node."""
     return min(Counter(nodes).values())
 
 
@@ -90,15 +90,15 @@ def program(
     cross: str,
     compress_inside: bool,
 ) -> Program:
-    """The steps of one rank; `nodes` says by rank which node it is on.
+    """Return the steps of one rank. `nodes` holds each rank's node.
 
     1. For each share but my own, encode my values for the rank of my node that speaks for it, and send them to it.
-    2. A speaker adds its node's values to its own, in the order of ranks, chunk by chunk as it needs them,
-    3. reduces its share together with that share's speakers on other nodes,
-    4. and sends every sum, as it is, to the other ranks of its node.
+    2. A speaker adds its node's values to its own, in the order of ranks, chunk by chunk as it needs them.
+    3. It reduces its share together with that share's speakers on other nodes.
+    4. It sends every sum unchanged to the other ranks of its node.
     5. Receive and decode the sums of the other shares.
 
-    `compress_inside` False: contributions are exact within a node, and with one node alone sums are too.
+    If `compress_inside` is False, contributions are exact within a node, and on a single node the sums are too.
     """
     check_nodes(nodes, shares, cross)
     check_rank(rank, len(nodes))
@@ -112,7 +112,7 @@ def program(
     exact_sums = not compress_inside and len(members) == 1
     spoken = _spoken(members, home, tuple(chunks_nonempty), shares, cross, exact_sums)
 
-    # From the share after mine on, so that not all ranks write to the same speaker.
+    # Start with the share after mine, so that not all ranks write to the same speaker.
     others = [share % shares for share in range(place + 1, place + 1 + shares) if share % shares != place]
     steps: list[Step] = []
     for chunk in _in_turn([_needed(spoken[share]) for share in others]):
@@ -158,18 +158,18 @@ def _spoken(
 
 
 def _needed(spoken: Sequence[Step]) -> list[int]:
-    """The chunks whose values a speaker uses, in the order in which it does."""
+    """Return the chunks whose values a speaker uses, in order of use."""
     return [chunk for step in spoken if isinstance(step, Encode | Reduce) for chunk in step.chunks]
 
 
 def _gathering(spoken: Sequence[Step], peers: Sequence[int], exact: bool) -> Iterator[Step]:
-    """A speaker's steps, with those that add its node's values, before it waits for other nodes' sums to add."""
+    """Yield a speaker's steps, with the steps that add its node's values before its waits for other nodes' sums."""
     waits: list[Step] = []
     for step in spoken:
         if isinstance(step, Receive):
             waits.append(step)
             continue
-        if isinstance(step, Reduce) and not step.inputs:  # one node alone: all are coded alike, and summed up at once
+        if isinstance(step, Reduce) and not step.inputs:  # a single node: one coding for all, so sum at once
             yield from (Receive(inside(peer, step.chunk), peer, exact=exact) for peer in peers)
             step = replace(step, inputs=tuple(inside(peer, step.chunk) for peer in peers))
         elif isinstance(step, Encode | Reduce):
@@ -185,7 +185,7 @@ def _handed_on(spoken: Sequence[Step], listener: int) -> list[tuple[Decode, int]
     """Return a listener's decodes in the order of the speaker's sends, each with its level."""
     chunks = {step.slot: step.chunks for step in spoken if isinstance(step, Reduce | Decode | Join)}
     handed_on = []
-    level = 1  # a speaker has waited for its node before
+    level = 1  # the speaker has already waited for its node
     for step in spoken:
         if isinstance(step, Receive):
             level = max(level, step.level)
@@ -196,6 +196,6 @@ def _handed_on(spoken: Sequence[Step], listener: int) -> list[tuple[Decode, int]
 
 
 def _in_turn(lists: Sequence[Sequence[_T]]) -> Iterator[_T]:
-    """The first of each list, then the second of each, ..."""
+    """Yield the first item of each list, then the second of each, ..."""
     for place in range(max(map(len, lists), default=0)):
         yield from (items[place] for items in lists if place < len(items))

@@ -1,7 +1,7 @@
 """Reduce-scatter: every rank ends with the sum of one share, and of no other.
 
-Chunk c is of rank c's share. With N ranks each sends N - 1 messages, in all (N - 1) / N of the whole payload. It is the
-first half of SRA: every contribution is quantized once, and the sum not at all, since nobody else needs it.
+Chunk c lies in rank c's share. With N ranks each sends N - 1 messages, in all (N - 1) / N of the whole payload. It is
+the first half of SRA: every contribution is quantized once, and the sum never, since no other rank needs it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["program"]
 
 
 def program(chunks_nonempty: Sequence[bool], rank: int, world: int) -> Program:
-    """The steps of one rank; nothing is done for an empty chunk, nor by the only rank of a world.
+    """Return the steps of one rank. Empty chunks need none, and neither does a single rank.
 
     1. For each peer, from the next one on, encode my values of its chunk and send them to it.
-    2. Receive all peers' values of my chunk, the first from the rank before me, who begins with mine.
+    2. Receive all peers' values of my chunk, first from the rank before me, because that rank sends to me first.
     3. Add them to my own in the order of the ranks.
     """
     chunks = owned_chunks(chunks_nonempty, rank, world)

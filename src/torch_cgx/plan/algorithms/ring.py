@@ -1,8 +1,8 @@
-"""The ring: every rank receives from the one before it and sends to the one after it, and from nobody else.
+"""The ring: every rank receives only from the rank before it and sends only to the rank after it.
 
 Rank c owns chunk c. With N ranks each sends 2 (N - 1) messages, in all 2 (N - 1) / N of the whole payload, as little
-as an allreduce can, and all of it to one neighbour. But sums grow hop by hop and are quantized at each, a
-contribution up to N times, and 2 (N - 1) messages follow each other, where SRA has two.
+as an allreduce can, and all of it to one neighbour. But sums grow hop by hop and are quantized at each hop, so a
+contribution is quantized up to N times. The longest path has 2 (N - 1) messages, where SRA has two.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def among(
 
     The first steps run at `level`.
 
-    1. Reduce-scatter: a chunk's way starts behind its owner. Encode my values of the chunk before mine and send them
-       on; then, chunk by chunk backwards, receive a sum so far, add my values, encode and send it on. The last is
-       my own chunk: its sum is complete.
-    2. Allgather: send that payload on; receive the sums of the chunks before mine, send each on as it is, unless
-       the next rank is its owner, and decode it.
+    1. Reduce-scatter: a chunk starts at the rank after its owner. Encode my values of the chunk before mine and send
+       them to the next rank. Then, chunk by chunk backwards, receive a partial sum, add my values, encode it and send
+       it to the next rank. The last chunk is my own: its sum is complete.
+    2. Allgather: send that payload to the next rank. Receive the sums of the chunks before mine, forward each
+       unchanged unless the next rank owns it, and decode it.
 
-    To the listeners, who are none of these ranks, this rank sends every sum on.
+    This rank also forwards every sum to the listeners, none of which is in `ranks`.
     """
     me = ranks.index(rank)
     before, after = ranks[me - 1], ranks[(me + 1) % len(ranks)]

@@ -1,4 +1,4 @@
-"""Scatter-reduce-allgather (SRA): every rank reduces one chunk and hands the sum to all.
+"""Scatter-reduce-allgather (SRA): every rank reduces one chunk and sends the sum to all others.
 
 Rank c owns chunk c. With N ranks each sends 2 (N - 1) messages, in all 2 (N - 1) / N of the whole payload, as
 little as an allreduce can. Every contribution is quantized at most twice, whatever N is.
@@ -35,8 +35,8 @@ def among(
     2. Reduce: receive all peers' values of my chunk, add them to mine in the order of the ranks, encode the sum.
     3. Allgather: send that payload to every peer; receive and decode every other chunk's sum.
 
-    Peers are taken in turn from the next rank on, so that not all ranks wait for, or write to, the same one. To the
-    listeners, who are none of these ranks, this rank sends every sum on.
+    Peers are served in turn from the next rank on, so that not all ranks wait for, or write to, the same one. This
+    rank also forwards every sum to the listeners, none of which is in `ranks`.
     """
     me = ranks.index(rank)
     places = [(me + distance) % len(ranks) for distance in range(1, len(ranks))]
@@ -51,7 +51,7 @@ def among(
         steps.append(Send(slot, owner))
 
     if mine is not None:
-        # The rank before me starts with my chunk, so that its part comes first.
+        # The rank before me starts with my chunk, so its part arrives first.
         steps.extend(Receive(part(peer, mine), peer, level + 1, exact) for peer in reversed(peers))
         parts = tuple(part(peer, mine) for peer in ranks if peer != rank)
         slot = total(mine)

@@ -10,7 +10,7 @@ PART, INSIDE, HOP, ROW, SUMS, SUM = "part", "inside", "hop", "row", "sums", "sum
 
 
 def part(source: int, chunk: int) -> Slot:
-    """Name one rank's values of a chunk, for whoever sums them up."""
+    """Name one rank's values of a chunk, for the rank that sums them."""
     return Slot(PART, chunk, source)
 
 
@@ -20,7 +20,7 @@ def inside(source: int, chunk: int) -> Slot:
 
 
 def hop(source: int, chunk: int) -> Slot:
-    """Name the sum of a chunk so far, as one rank hands it to the next."""
+    """Name the partial sum of a chunk that one rank sends to the next."""
     return Slot(HOP, chunk, source)
 
 
