@@ -94,7 +94,7 @@ def compress(
         weight_bits: the same for weights, which are rounded at random, without bias, at every all-gather.
         bucket_size: how many values share a header.
         quantizer: of gradients and weights: "maxmin", or "rotated", which takes 1 to 4 bits and a bucket size that is
-            a power of two from 64 to 4096. Weights of 5 to 8 bits are max-min with either, because they need no other.
+            a power of two from 64 to 4096. Weights of 5 to 8 bits are max-min with either: only it has such widths.
         overrides: the same four for the parameters whose names match a pattern, as in
             `{"*.attn.*": {"grad_bits": 8, "weight_bits": 8, "bucket_size": 512}}`; of several that match, the last.
         min_numel: parameters with fewer values, on all ranks together, are exact.
