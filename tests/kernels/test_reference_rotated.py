@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support import rotated_definition as definition
-from tests.support.kernel_cases import same_bits
+from tests.support.kernel_cases import KINDS, blocks_of_kinds, same_bits, values_of_kind
 from tests.support.rotated_definition import Block, Floats, Key
 from torch_cgx.codecs import RAW, MaxMin, Rotated
 from torch_cgx.codecs.rotated import BLOCKS
@@ -44,48 +44,12 @@ def overflows_are_no_news() -> Iterator[None]:
         yield
 
 
-def part(kind: str, numel: int, generator: torch.Generator) -> Tensor:
-    """Return values of one kind, in float32."""
-    x = torch.randn(numel, generator=generator)
-    match kind:
-        case "heavy":
-            return x / torch.rand(numel, generator=generator)
-        case "constant":
-            return torch.full((numel,), float(x[0]))
-        case "zeros":
-            return torch.where(x < 0, -0.0, 0.0)
-        case "one value":
-            return torch.where(torch.arange(numel) == numel // 2, x, 0.0)
-        case "subnormal":
-            return x * 2.0**-140
-        case "tiny":
-            return x * 2.0**-122
-        case "huge":
-            return x * 2.0**120
-        case "overflowing":
-            return x * 2.0**126
-        case "infinite":
-            return torch.where(x > 1.5, math.inf, x)
-        case "not numbers":
-            return torch.where(x > 1.0, math.nan, x)
-        case "any bits":
-            return torch.randint(-(2**31), 2**31, (numel,), generator=generator).to(torch.int32).view(torch.float32)
-    assert kind == "normal"
-    return x
-
-
-KINDS = (
-    *("normal", "heavy", "constant", "zeros", "one value", "subnormal", "tiny", "huge", "overflowing", "infinite"),
-    *("not numbers", "any bits"),
-)
-
-
 @st.composite
 def tensors(draw: st.DrawFn, numel: int, block: int, kinds: Sequence[str] = KINDS) -> Tensor:
     """Return float32 values whose blocks are of different kinds."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     chosen = st.sampled_from(kinds)
-    parts = [part(draw(chosen), min(block, numel - start), generator) for start in range(0, numel, block)]
+    parts = [values_of_kind(draw(chosen), min(block, numel - start), generator) for start in range(0, numel, block)]
     return torch.cat(parts)
 
 
@@ -186,7 +150,28 @@ def arrived(
     return payloads, [list(blocks) for blocks in zip(*read, strict=True)]
 
 
-@settings(max_examples=100)
+def check_sums(
+    x: Tensor, payloads: Sequence[Tensor], codec: Rotated, key: Key, scale: float, rounding: Rounding
+) -> None:
+    """reduce and sum give what the definition makes of the same payloads."""
+    numel, pieces = x.numel(), pieces_of(x.numel(), codec)
+    read = [definition.blocks_in(as_bytes(payload), numel, codec.block, codec.bits)[1] for payload in payloads]
+    own, of_blocks = definition.blocks_of(scalars(x), codec.block), list(zip(*read, strict=True))
+
+    reduced, residual = x.clone(), torch.full((numel,), KEPT)
+    out = torch.full_like(payloads[0], SENTINEL)
+    KERNELS.reduce(pieces, reduced, payloads, out, scale, rounding, residual)
+    new = [definition.reduce_block(real, b, scale, codec.bits, key) for real, b in zip(own, of_blocks, strict=True)]
+    assert as_bytes(out) == definition.payload_of([b for b, _, _ in new], codec.bits, key)
+    assert same_bits(reduced, rounded_as([v for _, values, _ in new for v in values], x.dtype))
+    assert same_bits(residual, with_kept([v for _, _, lost in new for v in lost]))
+
+    summed = x.clone()
+    KERNELS.sum(pieces, summed, payloads, scale)
+    total = [v for real, b in zip(own, of_blocks, strict=True) for v in definition.sum_block(real, b, scale, key)]
+    assert same_bits(summed, rounded_as(total, x.dtype))
+
+
 @given(
     data=st.data(),
     size=sizes,
@@ -206,23 +191,43 @@ def test_reductions_and_sums_are_those_of_the_definition(
     scale: float,
 ) -> None:
     numel, block = size
-    codec, key = Rotated(bits, block), key_for(rounding)
-    x = data.draw(tensors(numel, block)).to(dtype)
-    payloads, of_blocks = arrived(data, count, numel, codec, rounding)
-    own = definition.blocks_of(scalars(x), block)
+    codec = Rotated(bits, block)
+    payloads = [encode(data.draw(tensors(numel, block)), codec, rounding) for _ in range(count)]
+    check_sums(data.draw(tensors(numel, block)).to(dtype), payloads, codec, key_for(rounding), scale, rounding)
 
-    reduced, residual = x.clone(), torch.full((numel,), KEPT)
-    out = torch.full_like(payloads[0], SENTINEL)
-    KERNELS.reduce(pieces_of(numel, codec), reduced, payloads, out, scale, rounding, residual)
-    new = [definition.reduce_block(real, b, scale, bits, key) for real, b in zip(own, of_blocks, strict=True)]
-    assert as_bytes(out) == definition.payload_of([b for b, _, _ in new], bits, key)
-    assert same_bits(reduced, rounded_as([v for _, values, _ in new for v in values], dtype))
-    assert same_bits(residual, with_kept([v for _, _, lost in new for v in lost]))
 
-    summed = x.clone()
-    KERNELS.sum(pieces_of(numel, codec), summed, payloads, scale)
-    total = [v for real, b in zip(own, of_blocks, strict=True) for v in definition.sum_block(real, b, scale, key)]
-    assert same_bits(summed, rounded_as(total, dtype))
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("rest", [0, 9], ids=["whole", "incomplete"])
+def test_sums_of_every_pair_of_kinds_of_blocks_are_those_of_the_definition(rest: int, bits: int) -> None:
+    """A block of each kind meets one of each kind; with `rest`, they meet in the incomplete block, one at a time."""
+    pairs = list(itertools.product(KINDS, KINDS))
+    length, codec = rest or 64, Rotated(bits, 64)
+    own, first, second = (
+        blocks_of_kinds([pair[which] for pair in pairs], length, seed) for which, seed in ((0, 1), (1, 2), (0, 3))
+    )
+    for start in range(0, own.numel(), rest or own.numel()):
+        span = slice(start, start + (rest or own.numel()))
+        payloads = [encode(values[span], codec) for values in (first, second)]
+        check_sums(own[span], payloads, codec, definition.key_of(), 1 / 3, NEAREST)
+
+
+@pytest.mark.parametrize(("bits", "steps", "least"), [(3, -215336, 1), (4, 1808234, 1)])
+def test_a_value_on_a_threshold_gets_the_lower_level(bits: int, steps: int, least: int) -> None:
+    """Two values v and 1 make rotated values of two sizes, half of which lie on a threshold, to the bit."""
+    x = torch.zeros(64)
+    x[0], x[1] = 1.0, steps * 2.0**-22
+    key, codec = definition.key_of(), Rotated(bits, 64)
+    y = definition.rotate(scalars(x), key)
+    _, exponent = math.frexp(max(abs(v) for v in y))
+    zz = [v * v * definition.F(4.0 ** (1 - exponent)) for v in y]
+    threshold = definition.T[bits][least] * (definition.tree(zz) * definition.F(1 / 64))
+    on_it = [v == threshold for v in zz]
+    assert sum(on_it) == 32
+    payload = encode(x, codec)
+    (block,) = definition.blocks_in(as_bytes(payload), 64, 64, bits)[1]
+    got = {level % 2 ** (bits - 1) for level, on in zip(block.levels, on_it, strict=True) if on}
+    assert got == {least}
+    assert as_bytes(payload) == definition.payload_of(defined_blocks(x, codec, key), bits, key)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -246,6 +251,19 @@ def test_payloads_that_no_encoder_writes_decode_as_defined(data: st.DataObject, 
     key, read = definition.blocks_in(as_bytes(payload), numel, 64, bits)
     expected = [v for block in read for v in block.decoded(key)][:numel]
     assert same_bits(decode(payload, numel, codec), rounded_as(expected, torch.float32))
+
+
+@pytest.mark.parametrize("scale", [-0.0, 2.0**-149])
+def test_the_sign_of_a_zero_is_that_of_the_definition(scale: float) -> None:
+    """A scale of -0.0 contributes nothing, and rotated values that underflow to -0.0 begin a sum as they are."""
+    codec, x = Rotated(2, 64), torch.full((64,), -0.0)
+    payload = encode(normal(64), codec)
+    payload[8:12] = torch.tensor([scale]).view(torch.uint8)
+    payload[12:] = 0xAA  # all levels are those of the smallest negative value
+    check_sums(x, [payload], codec, definition.key_of(), 1.0, NEAREST)
+    summed = x.clone()
+    KERNELS.sum(pieces_of(64, codec), summed, [payload], 1.0)
+    assert not summed.any() and summed[0].signbit()
 
 
 @given(numel=st.integers(1, 20_000), bits=all_bits, block=st.sampled_from(BLOCKS), skip=st.booleans(), dtype=dtypes)

@@ -161,7 +161,7 @@ def encode_block(x: Floats, bits: int, key: Key) -> Block:
     """Encode the real values of a block."""
     n = len(filled(x))
     if all(v == x[0] for v in x) and np.isfinite(x[0]):
-        a = x[0] + F(0)
+        a = x[0]
         scale = F(0) if a == 0 else -abs(a)
         return Block(scale, [2 ** (bits - 1) if a < 0 else 0] * n, bits)
     return encode_rotated(rotate(filled(x), key), bits)

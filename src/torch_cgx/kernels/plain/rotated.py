@@ -280,7 +280,7 @@ def _encode(y: Tensor, bits: int) -> _Coded:
 
 def _with_constants(coded: _Coded, values: Tensor, rows: _Rows) -> _Coded:
     """Return the encoded blocks, but those whose real values are equal and finite as constants."""
-    first = values[:, :1] + 0.0
+    first = values[:, :1]
     constant = (values[:, : rows.filled] == first).all(dim=1, keepdim=True) & torch.isfinite(first)
     scale = torch.where(first == 0, 0.0, -first.abs())[:, 0]
     levels = torch.where(first < 0, _negative(rows.bits), 0).expand_as(coded.levels)
