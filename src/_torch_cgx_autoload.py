@@ -1,9 +1,9 @@
-"""What `import torch` runs of ours: makes the backend name "cgx" known, and takes the rank from a launcher.
+"""Our part of `import torch`: it registers the backend name "cgx" and takes the rank from a launcher.
 
-torch calls `register` through the entry point group `torch.backends`, in the middle of its own import. So
-this module imports nothing heavy, stands outside the package (importing the package would run all of it),
-and never raises: what is broken shows when somebody asks for a group, not in every program that uses torch.
-Not here: the backend itself, which is imported when the first group is created.
+torch calls `register` through the entry point group `torch.backends`, in the middle of its own import. So this
+module imports nothing heavy, stays outside the package (importing the package would run all of it), and never
+raises: errors show when a group is created, not in every program that uses torch. The backend itself is
+imported when the first group is created.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# A process that has none of them was started by no launcher that we translate, and saves itself the rest.
+# A process without any of these was not started by a launcher that we translate, and skips the rest.
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 in_command = False
-"""Whether this process is the command `cgx`, for which `import torch_cgx` must not import torch."""
+"""True if this process is the command `cgx`, for which `import torch_cgx` must not import torch."""
 
 _log = logging.getLogger("torch_cgx")
 _notices_are_due = True  # at exit, once; not in a child that was forked from a process with a group
 
 
 def command() -> int:
-    """Run the command `cgx`; what it needs of torch, it imports when it needs it."""
+    """Run the command `cgx`, which imports torch only when it needs it."""
     global in_command
     in_command = True
     from torch_cgx.cli import main
@@ -37,7 +37,7 @@ def command() -> int:
 
 
 def register() -> None:
-    """Registers the backend "cgx" and adopts the launcher's rank. Twice is the same as once."""
+    """Register the backend "cgx" and adopt the launcher's rank. A second call changes nothing."""
     try:
         _register_backend()
     except Exception:
@@ -74,7 +74,7 @@ def _adopt_launcher() -> None:
 
 
 def _end() -> None:
-    """Say at exit that variables were set in a process that used torch.distributed, but compressed nothing."""
+    """Warn at exit if bits were asked for in a process that used torch.distributed but compressed nothing."""
     global _notices_are_due
     due, _notices_are_due = _notices_are_due, False
     backend = _backend_of_this_process()
@@ -85,19 +85,19 @@ def _end() -> None:
         from torch_cgx.group.notices import warn_of_unused_bits
 
         warn_of_unused_bits(backend)
-    except Exception:  # a process that ends well shall do so
+    except Exception:  # a notice must not spoil a clean exit
         _log.debug("no notice at exit", exc_info=True)
 
 
 def _backend_of_this_process() -> str | None:
-    """Return the backend of the last default group, which torch remembers after destroy_process_group; or None."""
+    """Return the backend of the last default group, which torch remembers after destroy_process_group, or None."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     backend: str | None = getattr(c10d, "_backend", None)
     return backend
 
 
 def _is_rank_of_cli() -> bool:
-    """Say whether the command cgx started this process: it compares backends, and knows what it does."""
+    """Return whether the command cgx started this process, which compares backends on purpose."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return getattr(spec, "name", "").startswith("torch_cgx.cli.")
 

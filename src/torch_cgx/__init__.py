@@ -1,6 +1,6 @@
-"""torch_cgx: a torch.distributed backend, "cgx", whose allreduce sends 1 to 8 bits a value.
+"""torch_cgx: a torch.distributed backend, "cgx", whose allreduce sends 1 to 8 bits per value.
 
-Importing it registers the backend (so does `import torch` alone, where this package is installed) and, under mpirun
+Importing it registers the backend (so does `import torch` alone, if this package is installed) and, under mpirun
 or srun, sets RANK and WORLD_SIZE. The names below are the public interface.
 """
 
@@ -65,11 +65,11 @@ _LAZY = {
     "payload_nbytes": "torch_cgx.functional",
     "quantize": "torch_cgx.functional",
 }
-"""Public names by the module that defines them, all of which import torch."""
+"""The module that defines each public name; all of them import torch."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: the command `cgx` must not pay for torch to print its help."""
+    """Import a public name at its first use, so that the command `cgx` prints its help without importing torch."""
     if name == "fsdp":
         return import_module("torch_cgx.fsdp")
     if name not in _LAZY:
@@ -79,49 +79,49 @@ def __getattr__(name: str) -> Any:
 
 
 def stats(group: Any = None) -> dict[str, float]:
-    """What this rank has sent, and where the time went, on a group with backend "cgx" (None: the default group).
+    """Return what this rank has sent and where the time went, on a group with backend "cgx" (None: the default group).
 
     Returns:
         `operations` and `compressed_operations`; `bytes_before` and `bytes_after` (of tensors that were compressed);
             `bytes_sent` (to all peers); seconds: `encode_s`, `wait_s`, `reduce_s`, `decode_s`. Operations that only
-            move values, such as a broadcast, add to the seconds and to nothing else.
+            move values, such as a broadcast, add to the seconds alone.
     """
     return _cgx_group(group).stats()
 
 
 def reset_stats(group: Any = None) -> None:
-    """Begin counting anew what `stats` tells."""
+    """Reset the counters that `stats` returns."""
     _cgx_group(group).reset_stats()
 
 
 def register_layer(bucket_idx: int, layer_idx: int, numel: int, bits: int, bucket_size: int) -> None:
-    """Tell the default group what a layer of a grad bucket is. For older scripts: `cgx_hook` does this by itself.
+    """Tell the default group about a layer of a grad bucket. For older scripts: `cgx_hook` does this automatically.
 
-    An all_reduce on the default group with as many values as the layers of a grad bucket together is then compressed
-    layer by layer, where compression is on. All ranks must register alike.
+    If compression is on, an all_reduce on the default group with as many values as a grad bucket's layers together is
+    then compressed layer by layer. All ranks must register identical layers.
 
     Args:
         bucket_idx: the number of the grad bucket.
         layer_idx: the layer's number in it.
         numel: how many values it has.
         bits: 1 to 8, or 32: exact.
-        bucket_size: how many values share a smallest value and a step.
+        bucket_size: how many values share a minimum and a step.
     """
     _cgx_group(None).layers.register(bucket_idx, layer_idx, numel, bits, bucket_size)
 
 
 def set_quantization_bits(bucket_idx: int, layer_idx: int, bits: int) -> None:
-    """Change the bits of a layer that `register_layer` has told of."""
+    """Change the bits of a layer that `register_layer` has registered."""
     _cgx_group(None).layers.set_bits(bucket_idx, layer_idx, bits)
 
 
 def set_quantization_bucket_size(bucket_idx: int, layer_idx: int, bucket_size: int) -> None:
-    """Change the bucket size of a layer that `register_layer` has told of."""
+    """Change the bucket size of a layer that `register_layer` has registered."""
     _cgx_group(None).layers.set_block(bucket_idx, layer_idx, bucket_size)
 
 
 def _cgx_group(group: Any) -> ProcessGroupCGX:
-    """The group, if its backend is ours."""
+    """Return the group (None: the default one), or raise ValueError if its backend is not cgx."""
     import torch.distributed as dist
 
     from torch_cgx.group.process_group import ProcessGroupCGX

@@ -1,4 +1,4 @@
-"""`torch_cgx.compress(model)`: one call for what a training sends, whether the model is DDP's or FSDP2's."""
+"""`torch_cgx.compress(model)`: one call that compresses what a training run sends, with DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_cgx.ddp import CGXState, cgx_hook
 
 __all__ = ["compress"]
 
-_QUANTIZER = DEFAULT_QUANTIZER  # what `compress` means by its bits; nobody depends on it yet, so it may change
+_QUANTIZER = DEFAULT_QUANTIZER  # the default of `compress`; nobody depends on it yet, so it may change
 
 
 def compress(
@@ -33,23 +33,23 @@ def compress(
 ) -> CGXState | fsdp.Compressed:
     """Compress the gradients of a DistributedDataParallel model, or what FSDP2 sends for one. All ranks must call it.
 
-    A DDP model gets `cgx_hook` with a `CGXState`, which is returned. For a model with modules that `fully_shard` has
-    been applied to this is `torch_cgx.fsdp.compress` with these bits for gradients and 8 for weights; it returns a
-    `Compressed`. Both have `report()`. Make a `CGXState`, or call `fsdp.compress`, for what is not an argument here.
+    A DDP model gets `cgx_hook` with a `CGXState`, which is returned. A model with modules that `fully_shard` has been
+    applied to goes to `torch_cgx.fsdp.compress`, with these bits for gradients and 8 for weights, and a `Compressed` is
+    returned. Both have `report()`. For other options, create a `CGXState` or call `fsdp.compress`.
 
     Args:
         model: a DDP model without a communication hook, or one that `fully_shard` has been applied to.
         bits: 1 to 8, or 32: exact.
         quantizer: "maxmin", or "rotated" (1 to 4 bits).
         bucket_size: how many values share a header. None: 1024.
-        overrides: "bits", "bucket_size" and "quantizer" for the parameters whose names match a pattern, as in
-            `{"*.attn.*": {"bits": 8}}`; of several that match, the last.
+        overrides: "bits", "bucket_size" and "quantizer" for parameters whose names match a pattern, as in
+            `{"*.attn.*": {"bits": 8}}`. If several patterns match, the last one counts.
         layer_min_size: layers with fewer values are exact, and so are one-dimensional ones (biases, norms).
         error_feedback: add what compression lost of a gradient to the next one. Not with FSDP2.
         adaptive: "auto" or an `AdaptiveBits`: choose bits for each layer while training. Not with FSDP2.
         group: the process group. None: the model's own. Not with FSDP2, which has its groups from its mesh.
     """
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    inner = getattr(model, "_orig_mod", model)  # without torch.compile's wrapper
     codec = {"quantizer": quantizer} if bucket_size is None else {"quantizer": quantizer, "bucket_size": bucket_size}
     if isinstance(inner, DistributedDataParallel):
         state = CGXState.from_model(
@@ -76,7 +76,7 @@ def compress(
 
 
 def _of_gradients(overrides: Any) -> Any:
-    """Return overrides as `fsdp.compress` has them, which says what is wrong with them."""
+    """Return overrides in the form that `fsdp.compress` takes. It also checks them."""
     if not isinstance(overrides, Mapping):
         return overrides
     return {

@@ -1,6 +1,6 @@
 """The settings of a group, as frozen dataclasses, and the only reader of the CGX_* variables.
 
-A value outside its range is a `ValueError` that names the variable, the value and what is allowed. A variable
+A value outside its range raises a `ValueError` that names the variable, the value and what is allowed. A variable
 that is set to the empty string counts as unset.
 """
 
@@ -22,33 +22,33 @@ BITS_VARIABLE = "CGX_COMPRESSION_QUANTIZATION_BITS"
 BLOCK_VARIABLE = "CGX_COMPRESSION_BUCKET_SIZE"
 QUANTIZER_VARIABLE = "CGX_COMPRESSION_QUANTIZER"
 
-# Read at every call, by the bytes that os.environ keeps them under.
+# Read at every call, keyed by the bytes that os.environ stores.
 _AT_EVERY_CALL = tuple(os.fsencode(name) for name in (BITS_VARIABLE, BLOCK_VARIABLE, QUANTIZER_VARIABLE))
 
-DEFAULT_QUANTIZER = "maxmin"  # what scripts mean by their bits that do not say otherwise
+DEFAULT_QUANTIZER = "maxmin"  # for scripts that name bits but no quantizer
 _SMALLEST_COMPRESSED_NUMEL = 16  # below it the header costs more than the values
 _SIMD = ("scalar", "avx2", "avx512", "neon")
 _MOST_DIGITS = 20  # of 2^64 - 1
 _MOST_TEXT = 255  # characters of a node's name: peers read it
 _SHOWN = 200  # characters of a wrong value, in an error
-_NEAR, _SPELLING = 0.5, 0.75  # of 1: how alike two names must be for a suggestion, and two words to count as one
+_NEAR, _SPELLING = 0.5, 0.75  # least likeness, up to 1, of names for a suggestion, and of words that count as one
 _OWN_TO_A_RANK = ("link_costs", "node_id", "num_threads", "simd", "socket_interface", "trace_folder")
 _LINK_COSTS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)([mgt])bit(?:,(\d{1,6}(?:\.\d{1,6})?)us)?", re.IGNORECASE)
 _BITS_PER_S = {"m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def whole_number(name: str, value: object, allowed: str = "a whole number") -> int:
-    """The value as an int: numpy's integers are some, truth values and floats are not."""
+    """Return the value as an int, also from numpy's integers; raise ValueError for booleans and floats."""
     try:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):  # the second from tensors without values
+    except (TypeError, RuntimeError):  # tensors without values raise the second
         raise ValueError(f"{name}: expected {allowed}, got {shortened(value)}") from None
 
 
 def at_least(name: str, value: object, least: int, of: str = "") -> int:
-    """Return the value as an int, which must not be below `least`."""
+    """Return the value as an int, or raise ValueError if it is below `least`."""
     allowed = f"{least} or more{of}"
     found = whole_number(name, value, allowed)
     if found < least:
@@ -57,16 +57,16 @@ def at_least(name: str, value: object, least: int, of: str = "") -> int:
 
 
 def shortened(value: object) -> str:
-    """A value as errors show it."""
+    """Return a value's text as errors show it."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How values are compressed: a codec's name, its bits and its bucket size."""
+    """A codec's name, its bits and its bucket size."""
 
-    bits: int = RAW.bits  # exact. An allreduce that nobody asked to compress is exact
+    bits: int = RAW.bits  # exact: without a request nothing is compressed
     block: int = 512  # values that share a header
     quantizer: str = DEFAULT_QUANTIZER
 
@@ -76,14 +76,14 @@ class Compression:
         if not 1 <= self.block <= MAX_BLOCK:
             raise ValueError(f"bucket size: expected 1 to {MAX_BLOCK} values, got {self.block}")
         codecs.family(self.quantizer)
-        self.codec()  # raises where it does not take these bits or this bucket size
+        self.codec()  # raises if it does not take these bits or this bucket size
 
     @property
     def is_exact(self) -> bool:
         return self.bits == EXACT.bits
 
     def codec(self, skip_incomplete: bool = False) -> Codec:
-        """Return the codec. `skip_incomplete`: an incomplete last block is sent raw."""
+        """Return the codec. With `skip_incomplete`, an incomplete last block is sent raw."""
         return codecs.make_codec(self.quantizer, self.bits, self.block, skip_incomplete)
 
 
@@ -92,14 +92,14 @@ EXACT = Compression()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What somebody asked for of a compression. None: nothing was said of it."""
+    """A request for compression. Fields that are None are left open."""
 
     bits: int | None = None
     block: int | None = None
     quantizer: str | None = None
 
     def over(self, other: Asked) -> Asked:
-        """Return this, with what is not said here as it is said there."""
+        """Return this request, with open fields taken from `other`."""
         return Asked(
             other.bits if self.bits is None else self.bits,
             other.block if self.block is None else self.block,
@@ -107,7 +107,7 @@ class Asked:
         )
 
     def compression(self) -> Compression:
-        """Return what this comes to. The bucket size that nobody asked for is the codec's own."""
+        """Return the resulting compression. The bucket size defaults to the codec's own."""
         quantizer = DEFAULT_QUANTIZER if self.quantizer is None else self.quantizer
         block = codecs.family(quantizer).default_block if self.block is None else self.block
         return Compression(EXACT.bits if self.bits is None else self.bits, block, quantizer)
@@ -138,25 +138,25 @@ NOTHING_KNOWN = LinkCosts()
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is read once, when a group is created."""
+    """Settings that are read once, when a group is created."""
 
-    skip_incomplete: bool = False  # True: an incomplete last block travels raw
-    minimal_numel: int = 0  # values; smaller tensors travel exactly. Forced to at least 16
+    skip_incomplete: bool = False  # True: an incomplete last block is sent raw
+    minimal_numel: int = 0  # values; smaller tensors are sent uncompressed. Forced to at least 16
     stochastic: bool = False  # True: unbiased rounding, for a little more noise
     seed: int = 0  # of stochastic rounding; 64 bits
     fusion_nbytes: int = 64 << 20  # bytes of values; the most one program handles: bounds the staging memory
     inner_communicator: str = "SHM"  # carries payloads within a node
     cross_communicator: str | None = None  # carries payloads between nodes; None: see `Carriers`
-    cuda_communicator: str = "NCCL"  # carries CUDA tensors; SHM: staged in host memory, where all ranks are on one host
+    cuda_communicator: str = "NCCL"  # carries CUDA tensors; SHM: staged in host memory, if all ranks are on one host
     inner_reduction: str = "SRA"  # the algorithm within a node
     cross_reduction: str = "AUTO"  # the algorithm between nodes; AUTO: by a cost model, see plan/costs.py
-    link_costs: str | None = None  # what that model assumes of the network; rank 0's counts
-    intra_broadcast: bool = True  # True: one rank of each node speaks for it
+    link_costs: str | None = None  # network figures for that model; rank 0's count
+    intra_broadcast: bool = True  # True: one rank per node exchanges data with other nodes
     intra_compress: bool = True  # False: exact within a node, compressed only between nodes
     streams: int = 1  # TCP data connections per pair of ranks
     socket_interface: str | None = None  # the network interface of TCP links; None: the one that leads to the store
-    node_id: str | None = None  # names this rank's node; None: found out
-    num_threads: int | None = None  # threads of a large kernel call; None: torch's, at most this rank's share of cores
+    node_id: str | None = None  # names this rank's node; None: detected
+    num_threads: int | None = None  # threads per large kernel call; None: torch's, at most this rank's share of cores
     simd: str | None = None  # forces a kernel level; None: the best the CPU has
     trace_folder: str | None = None  # gets the flight recorder's files; None: nothing is written
 
@@ -166,14 +166,14 @@ class Settings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """The settings that the variables (of this process, where no mapping is given) ask for."""
+        """Return the settings that the variables ask for (this process's, if no mapping is given)."""
         read = _Reader(os.environ if environ is None else environ)
         carriers = ("TCP", "GLOO", "MPI", "NCCL")
         reductions = ("SRA", "RING")
         inner = read.optional_choice("CGX_INNER_COMMUNICATOR_TYPE", ("SHM", *carriers))
         cross = read.optional_choice("CGX_CROSS_COMMUNICATOR_TYPE", carriers)
-        # NCCL carries CUDA tensors alone: what CPU tensors have by default stays theirs. TCP and MPI carry CPU tensors
-        # alone: CUDA tensors have NCCL.
+        # NCCL carries only CUDA tensors, so CPU tensors keep their default. TCP and MPI carry only CPU tensors, so CUDA
+        # tensors use NCCL.
         return cls(
             skip_incomplete=read.flag("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False),
             minimal_numel=read.integer("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0, 2**63 - 1),
@@ -197,7 +197,7 @@ class Settings:
         )
 
     def fingerprint(self) -> dict[str, object]:
-        """What all ranks of a group must share, in types that JSON has."""
+        """Return the settings that must be identical on all ranks of a group, in JSON types."""
         return {name: value for name, value in asdict(self).items() if name not in _OWN_TO_A_RANK}
 
 
@@ -229,7 +229,7 @@ VARIABLES: dict[str, str] = {
 
 
 def shared_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that are set and that all ranks must set alike, as they were written."""
+    """Return the set variables that must be identical on all ranks, as they were written."""
     read = _Reader(os.environ if environ is None else environ)
     names = {name for field, name in VARIABLES.items() if field not in _OWN_TO_A_RANK}
     return {name: text for name in sorted(names) if (text := read.text(name)) is not None}
@@ -280,10 +280,10 @@ def _likeness(word: str, misspelled: Sequence[str]) -> float:
 
 
 def asked_from_environ(environ: Mapping[str, str] | None = None) -> Asked:
-    """Return what the three variables that are read at every call say now."""
+    """Return what the three variables that are read at every call ask for now."""
     if environ is not None:
         return _asked(*(environ.get(os.fsdecode(name)) for name in _AT_EVERY_CALL))
-    # os.environ.get of an absent variable raises and catches, 2 us each; what it wraps answers in a tenth of that.
+    # os.environ.get of an absent variable raises and catches, 2 us each; the dict that it wraps takes a tenth of that.
     raw = getattr(os.environ, "_data", None)
     if raw is None or os.name != "posix":
         return asked_from_environ(os.environ)
@@ -291,7 +291,7 @@ def asked_from_environ(environ: Mapping[str, str] | None = None) -> Asked:
 
 
 def compression_from_environ(environ: Mapping[str, str] | None = None) -> Compression:
-    """Return what these variables come to."""
+    """Return the compression that these variables ask for."""
     return asked_from_environ(environ).compression()
 
 
@@ -322,7 +322,7 @@ def _asked(bits: str | None, block: str | None, quantizer: str | None) -> Asked:
 
 
 class _Reader:
-    """Reads variables one by one; each method is one kind of value."""
+    """A reader of single variables, with one method per kind of value."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -365,7 +365,7 @@ class _Reader:
         return raw == "1"
 
     def optional_choice(self, name: str, words: Sequence[str]) -> str | None:
-        """One of these words, in any case."""
+        """Return the matching one of these words, ignoring case, or None if the variable is unset."""
         raw = self.text(name)
         if raw is None:
             return None
@@ -378,7 +378,7 @@ class _Reader:
         return self.optional_choice(name, words) or default
 
     def folder(self, name: str) -> str | None:
-        """One that can be written to, or made when it is first needed."""
+        """Return a folder that can be written to, or made when it is first needed."""
         raw = self.text(name)
         if raw is None:
             return None

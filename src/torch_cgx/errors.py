@@ -1,8 +1,7 @@
-"""What can go wrong between ranks, one exception each.
+"""Exceptions for everything that can go wrong between ranks.
 
-Not here: a caller's mistake, which is a `ValueError` or `TypeError` with what was expected and what came.
-All of these subclass `RuntimeError`, because that is what code around `torch.distributed` catches and what
-DDP turns exceptions into.
+A caller's mistake raises `ValueError` or `TypeError` instead, with what was expected and what it got. All of these
+subclass `RuntimeError`, because code around `torch.distributed` catches that and DDP turns exceptions into it.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ def quantize(
 
     Args:
         x: a dense CPU tensor of float32, float16 or bfloat16, of any shape.
-        bits: 1 to 8 a value, or 32: unchanged.
+        bits: 1 to 8 per value, or 32: unchanged.
         bucket_size: how many values share a header. None: 512; 1024 for "rotated".
         quantizer: "maxmin" takes 1 to 8 bits and 1 to 65536 values; "rotated" takes 1 to 4 bits and a power of two from
             64 to 4096, and loses far less at these bits.
         stochastic: round up or down at random, without bias.
-        seed: of that; the same seed gives the same payload, and None draws one from torch's generator.
-        out: is filled and returned, if given.
+        seed: for that; the same seed gives the same payload, and None draws one from torch's generator.
+        out: a tensor to fill and return, if given.
     """
     _check_values("x", x)
     if seed is not None:
@@ -79,7 +79,7 @@ def dequantize(
         bits: as `quantize` was given.
         bucket_size: as `quantize` was given.
         quantizer: as `quantize` was given.
-        out: is filled and returned, if given; it may have any shape of `numel` values.
+        out: a tensor to fill and return, if given, of any shape with `numel` values.
         add: add to `out` instead.
     """
     nbytes = payload_nbytes(numel, dtype, bits, bucket_size, quantizer)
@@ -103,7 +103,7 @@ def dequantize(
 def payload_nbytes(
     numel: int, dtype: torch.dtype, bits: int, bucket_size: int, quantizer: str = DEFAULT_QUANTIZER
 ) -> int:
-    """Return how many bytes the payload of so many values has: headers, levels and padding."""
+    """Return how many bytes a payload of `numel` values has: headers, levels and padding."""
     numel, codec = whole_number("numel", numel), _codec(bits, bucket_size, quantizer)
     if not 0 <= numel < 2**60:
         raise ValueError(f"numel: expected 0 or more, and below 2^60, got {numel}")

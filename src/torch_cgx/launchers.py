@@ -1,12 +1,11 @@
-"""Takes rank and world size from the launcher that started this process: mpirun (Open MPI, MPICH) or srun.
+"""Rank and world size from the launcher that started this process: mpirun (Open MPI, MPICH) or srun.
 
-torchrun sets RANK, WORLD_SIZE and MASTER_ADDR; these launchers say the same in variables of their own. Where
-RANK and WORLD_SIZE are both absent, `adopt` translates. What a user has set is never changed, and nothing
-raises at import, because a script may still set the rest itself: what is missing in the end, the rendezvous
-tells.
+torchrun sets RANK, WORLD_SIZE and MASTER_ADDR; these launchers have variables of their own for the same facts. If
+RANK and WORLD_SIZE are both absent, `adopt` translates. What a user has set is never changed. Nothing raises at
+import, because a script may still set the rest itself; the rendezvous reports what is missing then.
 
-Not here: starting processes, and finding a host to meet on where there are several.
-The module uses the standard library alone, because `import torch` runs it (see `_torch_cgx_autoload`).
+This module does not start processes, nor choose a host to meet on if there are several. It uses only the standard
+library, because `import torch` runs it (see `_torch_cgx_autoload`).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import Any, NamedTuple
 # Below Linux's range for outgoing connections (from 32768), so that no passing connection holds the port.
 _FIRST_PORT, _PORTS = 20000, 10000
 
-# Slurm gives such ids to steps that no srun of the user started: the batch script, an interactive shell.
+# Slurm gives these ids to steps that the user did not start with srun: the batch script, an interactive shell.
 _SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 class Place(NamedTuple):
-    """Where a launcher put this process."""
+    """A process's place in its job, as the launcher describes it."""
 
     launcher: str
     rank: int
@@ -35,7 +34,7 @@ class Place(NamedTuple):
     local_rank: int | None  # None: the launcher does not tell
     local_world_size: int | None
     job: str | None  # the same string in all ranks of one job, and in no other job
-    rank_variable: str  # only ranks, and what they start, have it
+    rank_variable: str  # set only in ranks and in what they start
     example: str  # how this launcher hands an address to all ranks
     passing: tuple[str, str] | None = None  # a command, and what each variable adds to it; None: not known
 
@@ -45,7 +44,7 @@ class Place(NamedTuple):
 
 
 def detect(environ: Mapping[str, str]) -> Place | None:
-    """What the launcher's variables say; None where there are none, or where they make no sense."""
+    """Return what the launcher's variables say, or None if there are none or they make no sense."""
     for read in _LAUNCHERS:
         try:
             place = read(environ)
@@ -57,10 +56,10 @@ def detect(environ: Mapping[str, str]) -> Place | None:
 
 
 def adopt(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Sets RANK, WORLD_SIZE and what belongs to them from the launcher's variables.
+    """Set RANK, WORLD_SIZE and related variables from the launcher's variables.
 
-    Returns the launcher's name, or None where RANK or WORLD_SIZE was set or no launcher is recognised, and
-    nothing is changed.
+    Return the launcher's name. If RANK or WORLD_SIZE was set or no launcher is recognized, return None and change
+    nothing.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return None
@@ -85,7 +84,7 @@ def adopt(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def missing_address(environ: Mapping[str, str]) -> str | None:
-    """What to set before ranks on several hosts can meet, as a sentence; None where nothing is missing."""
+    """Return a sentence on what to set so that ranks on several hosts can meet, or None if nothing is missing."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     place = detect(environ) if missing else None
     if place is None or place.one_host:
@@ -100,7 +99,7 @@ def missing_address(environ: Mapping[str, str]) -> str | None:
 
 
 def how_to_pass(names: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return a sentence that says how the launcher of this process hands these variables to all ranks."""
+    """Return a sentence on how this process's launcher passes these variables to all ranks."""
     place = detect(environ)
     which = "it" if len(names) == 1 else "them"
     if place is None or place.passing is None:
@@ -113,7 +112,7 @@ def how_to_pass(names: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def adopt_process() -> None:
-    """`adopt` for this process; where its ranks could not meet yet, the env:// rendezvous will say why."""
+    """Call `adopt` for this process; if its ranks cannot meet yet, let the env:// rendezvous say why."""
     if adopt(os.environ) is not None and missing_address(os.environ) is not None:
         _report_at_rendezvous()
 
@@ -137,9 +136,9 @@ def _report_at_rendezvous() -> None:
 
 
 def launcher_pid(rank_variable: str, *, pid: int | None = None, proc: Path = Path("/proc")) -> int:
-    """The process that started all ranks of this host: the nearest ancestor without a rank of its own.
+    """Return the process that started all ranks of this host: the nearest ancestor without a rank of its own.
 
-    Our parent will not do: between it and us there may be a wrapper script for each rank.
+    Our parent may not be it, because each rank may have a wrapper script.
     """
     prefix = f"{rank_variable}=".encode()
     pid = os.getppid() if pid is None else pid
@@ -155,7 +154,7 @@ def launcher_pid(rank_variable: str, *, pid: int | None = None, proc: Path = Pat
 
 
 def _ancestors(pid: int, proc: Path) -> Iterator[int]:
-    """`pid`, its parent, and so on, up to the first process of all."""
+    """Yield `pid`, its parent, and so on, up to the first process of all."""
     while pid > 0:
         yield pid
         try:
@@ -195,8 +194,8 @@ def _mpich(environ: Mapping[str, str]) -> Place:
 
 
 def _slurm(environ: Mapping[str, str]) -> Place:
-    # SLURM_PROCID and SLURM_NTASKS are in a batch script too, which is one process: only what is said of
-    # the step tells how many processes there are.
+    # SLURM_PROCID and SLURM_NTASKS are also set in a batch script, which is one process. Only the step's variables
+    # tell how many processes there are.
     step, world_size = int(environ["SLURM_STEP_ID"]), int(environ["SLURM_STEP_NUM_TASKS"])
     if step >= _SLURM_FIRST_SPECIAL_STEP or world_size < 2:
         raise ValueError("not an srun step of several tasks")
@@ -219,7 +218,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
 
 
 def _slurm_tasks_per_node(text: str) -> list[int]:
-    """Slurm's "2(x3),1" is [2, 2, 2, 1]; [] where it is something else."""
+    """Parse Slurm's "2(x3),1" as [2, 2, 2, 1]; return [] for anything else."""
     tasks: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)

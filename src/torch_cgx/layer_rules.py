@@ -1,4 +1,4 @@
-"""Which layer of a model is compressed how: from its name and shape alone."""
+"""Rules for the compression of each layer of a model, from its name and shape alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 8  # names in an error
 
 
 class Choices:
-    """The rules of one `CGXState`. One-dimensional and small layers are exact, whatever else is asked."""
+    """The rules for one model. One-dimensional and small layers are always exact."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class Choices:
         return self._default
 
     def of(self, names: Sequence[str], shape: Sequence[int], numel: int) -> Compression:
-        """Of a parameter that has these names: several, where modules share it."""
+        """Return the compression of a parameter with these names; it has several if modules share it."""
         return self.asked(names, shape, numel) or self._default
 
     def asked(self, names: Sequence[str], shape: Sequence[int], numel: int) -> Compression | None:
-        """What its shape or an override asks for; None: nothing but the default."""
+        """Return what its shape or an override asks for, or None if only the default applies."""
         if self._is_exact(shape, numel):
             return EXACT
         chosen = None
-        for pattern, override in self._overrides.items():  # of several that match, the last
+        for pattern, override in self._overrides.items():  # the last match counts
             if any(fnmatchcase(name, pattern) for name in names):
                 chosen = override
         return chosen
@@ -50,11 +50,11 @@ class Choices:
 
     @property
     def compresses(self) -> bool:
-        """Whether compression is asked for at all."""
+        """Return whether any rule asks for compression."""
         return any(not each.is_exact for each in (self._default, *self._overrides.values()))
 
     def without_effect(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return the patterns that ask for compression, but match exact layers only."""
+        """Return the patterns that ask for compression but match only exact layers."""
         large = [name for name, shape in shapes.items() if not self._is_exact(shape, math.prod(shape))]
         return [
             pattern
@@ -63,7 +63,7 @@ class Choices:
         ]
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """A pattern that matches nothing is a typing error more often than not."""
+        """Raise ValueError if a pattern matches nothing, which is usually a typing error."""
         for pattern in self._overrides:
             if not any(fnmatchcase(name, pattern) for name in names):
                 shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -73,7 +73,7 @@ class Choices:
 
 
 def read_compression(where: str, given: Mapping[str, int | str], default: Compression) -> Compression:
-    """Read a dict with "bits", "bucket_size" and "quantizer". What is missing is as in the default."""
+    """Read a dict with "bits", "bucket_size" and "quantizer". Missing keys are as in the default."""
     keys = f"{', '.join(map(repr, _KEYS[:-1]))} and {_KEYS[-1]!r}"
     if not isinstance(given, Mapping):
         raise ValueError(f"{where}: expected a dict with the keys {keys}, got {shortened(given)}")
@@ -91,5 +91,5 @@ def read_compression(where: str, given: Mapping[str, int | str], default: Compre
 
 
 def write_compression(compression: Compression) -> dict[str, int | str]:
-    """Return the dict that `read_compression` reads this from, whatever the default."""
+    """Return the dict from which `read_compression` reads this, whatever the default."""
     return {"bits": compression.bits, "bucket_size": compression.block, "quantizer": compression.quantizer}

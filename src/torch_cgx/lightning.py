@@ -1,7 +1,7 @@
 """Lightning: `Trainer(strategy=CGXStrategy(bits=4))`, or `Trainer(strategy="cgx")` once this module is imported.
 
 Lightning's own DDPStrategy registers communication hooks on CUDA only; this one registers `cgx_hook` on CPU as well,
-and keeps the hook's state in Lightning's checkpoints. Nothing else of torch_cgx needs Lightning.
+and keeps the hook's state in Lightning's checkpoints. Nothing else in torch_cgx needs Lightning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHECKPOINT_KEY = "torch_cgx"
 
 
 def _lightning_package() -> str:
-    """Which of Lightning's two packages the script uses; a Trainer of one refuses strategies of the other."""
+    """Return which of Lightning's two packages the script uses; a Trainer of one refuses the other's strategies."""
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in names:
         if name in sys.modules:
@@ -46,10 +46,10 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
     (`report`, `log_to`), from the beginning of `fit`. Names in `overrides` are those of the LightningModule's
     parameters.
 
-    A checkpoint holds the states of all ranks, gathered by rank 0: with error feedback that is, for each rank, one
-    float32 copy of the parameters that are compressed. A run that resumes with as many ranks goes on with all of it;
-    with another number of ranks it warns of what it drops. The checkpoint's settings (bits and so on) replace those
-    given here. Weights-only checkpoints hold none of it.
+    A checkpoint holds the states of all ranks, gathered by rank 0. With error feedback each rank's state includes one
+    float32 copy of the compressed parameters. A run that resumes with the same number of ranks continues with all of
+    it; with another number it warns about what it drops. The checkpoint's settings (bits and so on) replace those given
+    here. Weights-only checkpoints hold none of it.
     """
 
     strategy_name = "cgx"
@@ -87,7 +87,7 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
-        # Lightning leaves groups other than NCCL's to the end of the process; at exit Python still can end one well.
+        # Lightning leaves groups other than NCCL's open until the process ends; at exit Python can still end one well.
         atexit.unregister(_destroy_group)
         atexit.register(_destroy_group)
 
@@ -106,7 +106,7 @@ class CGXStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        # Checkpoints of other strategies have none; the hook then begins at its step 0.
+        # Checkpoints of other strategies have none; the hook then starts at step 0.
         states = checkpoint.get(CHECKPOINT_KEY)
         if states and self.cgx_state is not None:
             self.cgx_state.load_state_dict(states[dist.get_rank() % len(states)])

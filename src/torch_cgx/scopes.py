@@ -1,7 +1,7 @@
-"""What this process has asked for at run time: `set_default`, `compressed` and `uncompressed`.
+"""The requests of this process at run time: `set_default`, `compressed` and `uncompressed`.
 
-Process-wide on purpose, because the all_reduces of a training come from autograd's threads as well as from the
-caller's. What a hook asks for comes with its all_reduces; only `uncompressed` holds for them too.
+They are process-wide on purpose, because a training run's all_reduces come from autograd's threads as well as from the
+caller's. A hook's requests come with its all_reduces; only `uncompressed` applies to them too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTHING = Asked()
 
 _lock = threading.Lock()
 _default = _NOTHING  # what `set_default` was last given
-_blocks: list[Asked] = []  # what `compressed` and `uncompressed` ask for; the innermost holds
+_blocks: list[Asked] = []  # what `compressed` and `uncompressed` ask for; the innermost counts
 
 
 def set_default(*, bits: int | None = None, bucket_size: int | None = None, quantizer: str | None = None) -> None:
@@ -47,19 +47,19 @@ def set_default(*, bits: int | None = None, bucket_size: int | None = None, quan
 
 
 def _checked(bits: int | None, bucket_size: int | None, quantizer: str | None) -> Asked:
-    """Return what is asked for, as whole numbers. `ValueError` where it makes no sense whatever else is asked."""
+    """Return the request with whole numbers, or raise ValueError if it is invalid whatever else is asked."""
     found = Asked(bits, bucket_size, quantizer).compression()
     return Asked(None if bits is None else found.bits, None if bucket_size is None else found.block, quantizer)
 
 
 @contextmanager
 def uncompressed() -> Iterator[None]:
-    """Keep the all_reduces that this process issues meanwhile exact.
+    """Send the all_reduces that this process issues inside the block uncompressed.
 
-    This holds on all its groups and for all its threads, unless a `compressed` block begins within.
+    This applies to all its groups and all its threads, unless a `compressed` block begins inside.
 
-    That includes those of a backward pass that autograd's threads issue while the block lasts. An operation counts as
-    issued when it is called, not when it is waited for. All ranks must enter and leave between the same two
+    It includes a backward pass's all_reduces that autograd's threads issue while the block lasts. An operation counts
+    as issued when it is called, not when it is waited for. All ranks must enter and leave between the same two
     operations.
     """
     with _block_of(Asked(EXACT.bits)):
@@ -68,15 +68,15 @@ def uncompressed() -> Iterator[None]:
 
 @contextmanager
 def compressed(bits: int, bucket_size: int | None = None, quantizer: str | None = None) -> Iterator[None]:
-    """Compress what this process issues meanwhile on groups with backend "cgx".
+    """Compress what this process issues inside the block on groups with backend "cgx".
 
-    That is all_reduces, reduce_scatters and all_gathers from all its threads, with a tensor or with lists of tensors
-    (lists of CUDA tensors stay exact).
+    This applies to all_reduces, reduce_scatters and all_gathers from all its threads, with a tensor or with lists of
+    tensors (lists of CUDA tensors stay exact).
 
-    Nothing else compresses reduce_scatters and all_gathers: sharded optimizers that call them opt in by this. Each
-    rank's contribution is quantized once; the sums of a reduce_scatter are not. What is gathered is the same on all
-    ranks, this one's own part included: keep exact values in memory that is not a part of the output. All ranks must
-    enter and leave between the same two operations.
+    Nothing else compresses reduce_scatters and all_gathers: sharded optimizers that call them opt in with it. Each
+    rank's contribution is quantized once; the sums of a reduce_scatter are not. Gathered values are identical on all
+    ranks, this rank's own part included, so keep exact values in memory outside of the output. All ranks must enter
+    and leave between the same two operations.
 
     Args:
         bits: 1 to 8, or 32: exact.
@@ -100,45 +100,45 @@ def _block_of(asked: Asked) -> Iterator[None]:
 
 
 def _usual() -> Asked:
-    """As in the innermost block that compresses, or as without any: an `uncompressed` one says nothing of it."""
+    """Return the request of the innermost block that compresses, else the default; `uncompressed` ones are ignored."""
     within = [block for block in _blocks if block.bits != EXACT.bits]
     return within[-1] if within else _default.over(asked_from_environ())
 
 
 def compression() -> Compression:
-    """Return what holds for an all_reduce that is called now, without a hook."""
+    """Return the compression of an all_reduce that is called now, without a hook."""
     block = _innermost()
     return _resolved(_default.over(asked_from_environ())) if block is None else block
 
 
 def asked_compression() -> Compression:
-    """Return the same without regard to the variable for bits: what `set_default` asked for."""
+    """Return what `compression` returns if `set_default` or a block asked for bits, else EXACT."""
     return compression() if _default.bits is not None or _blocks else EXACT
 
 
 def share_compression() -> Compression:
-    """Return what holds for a reduce_scatter or an all_gather that is called now."""
+    """Return the compression of a reduce_scatter or an all_gather that is called now."""
     return _innermost() or EXACT
 
 
 def asked() -> Asked:
-    """Return what `set_default` was last given."""
+    """Return the request that `set_default` was last given."""
     return _default
 
 
 def in_block() -> bool:
-    """Return whether a `compressed` or an `uncompressed` block lasts."""
+    """Return whether a `compressed` or an `uncompressed` block is active."""
     return bool(_blocks)
 
 
 def is_uncompressed() -> bool:
-    """Return whether an `uncompressed` block lasts, and no `compressed` one within it."""
+    """Return whether an `uncompressed` block is active, without a `compressed` one inside it."""
     block = _innermost()
     return block is not None and block.is_exact
 
 
 def _innermost() -> Compression | None:
-    blocks = _blocks[-1:]  # at once, for another thread may leave its own
+    blocks = _blocks[-1:]  # in one read, because another thread may leave its own
     return _resolved(blocks[0]) if blocks else None
 
 

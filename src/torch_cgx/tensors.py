@@ -1,7 +1,7 @@
-"""Which tensors a collective takes: those that Gloo or a kernel would read wrong, or write outside of, are refused.
+"""Checks that refuse tensors which Gloo or a kernel would misread, or write outside of.
 
-Gloo takes a tensor for numel values from its first address on, whatever its strides say: of `x[::2]` it would reduce
-the wrong half, and of a view that overlaps itself write far beyond the end.
+Gloo treats a tensor as numel values from its first address on, whatever its strides. With `x[::2]` it would reduce the
+wrong half, and with a view that overlaps itself it would write far beyond the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-# What Gloo carries; most of torch's functions make complex ones real before they come here.
+# The dtypes that Gloo carries; most of torch's functions turn complex tensors into real ones before this.
 _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
@@ -32,7 +32,7 @@ _DTYPES = (
 
 
 def check_in_place(operation: str, tensor: Tensor, *, sparse: bool = False) -> None:
-    """Of a tensor whose memory is sent, or written, as it lies."""
+    """Raise unless a tensor's memory can be sent, or written, as it lies."""
     if sparse and tensor.layout is torch.sparse_coo:
         return
     check_input(operation, tensor)
@@ -49,7 +49,7 @@ def check_in_place(operation: str, tensor: Tensor, *, sparse: bool = False) -> N
 
 
 def check_input(operation: str, tensor: Tensor) -> None:
-    """Of a tensor that is copied before it is sent."""
+    """Raise unless a tensor can be copied and then sent."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         got = "a nested one" if tensor.is_nested else str(tensor.layout)
         raise ValueError(
@@ -62,7 +62,7 @@ def check_input(operation: str, tensor: Tensor) -> None:
 
 
 def check_output(operation: str, tensor: Tensor) -> None:
-    """Of a tensor that a result is copied into."""
+    """Raise unless a result can be copied into a tensor."""
     check_input(operation, tensor)
     if not tensor.is_contiguous() and _may_overlap(tensor):
         raise ValueError(
@@ -72,7 +72,7 @@ def check_output(operation: str, tensor: Tensor) -> None:
 
 
 def laid_out_like(operation: str, tensor: Tensor, other: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose values lie in memory as the other's do."""
+    """Return the tensor, or a copy of it whose values lie in memory as the other's do."""
     check_input(operation, tensor)
     if tensor.shape != other.shape:
         return tensor.detach().resolve_neg().resolve_conj().contiguous()
@@ -82,20 +82,20 @@ def laid_out_like(operation: str, tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def strides_hash(tensor: Tensor) -> int:
-    """0 where it is contiguous; the same in every process."""
+    """Return 0 for a contiguous tensor, else a hash of its strides; identical in every process."""
     return 0 if tensor.is_contiguous() else zlib.crc32(repr(tensor.stride()).encode())
 
 
 def first_of(operation: str, tensors: Sequence[Tensor]) -> Tensor:
-    """What an operation on a list is told by."""
+    """Return the first tensor of a list, or raise ValueError if there is none."""
     if not tensors:
         raise ValueError(f"{operation}: expected at least one tensor, got an empty list")
     return tensors[0]
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:
-    """Copy into a tensor that may be one of inference mode, wherever this is called."""
-    if not target.is_inference():  # to enter the mode takes longer than to copy a small tensor
+    """Copy into a tensor that may be an inference tensor, in or outside of inference mode."""
+    if not target.is_inference():  # entering the mode takes longer than copying a small tensor
         target.copy_(source)
         return
     with torch.inference_mode():
@@ -103,7 +103,7 @@ def copy_values(target: Tensor, source: Tensor) -> None:
 
 
 def waited_for(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or what a functional collective's result holds, once that is there."""
+    """Return the tensor itself, or wait for a functional collective's result and return that."""
     if type(tensor) is Tensor or not hasattr(tensor, "trigger_wait"):
         return tensor
     waited: Tensor = tensor.trigger_wait()
@@ -111,22 +111,22 @@ def waited_for(tensor: Tensor) -> Tensor:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two dense tensors of one device have a byte in common, or may have, where views interleave."""
+    """Return whether two dense tensors of one device share a byte, or may do so because views interleave."""
     (first, first_end), (second, second_end) = _span(a), _span(b)
     return first < second_end and second < first_end
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> list[bool]:
-    """Of each, whether another of the list has a byte in common with it (or may have, where views interleave)."""
+    """Return for each tensor whether it shares a byte with another one, or may do so because views interleave."""
     shared = [False] * len(tensors)
-    # By addresses, not by storages: two may lie in the same memory, as those of numpy's views do.
+    # Compare addresses, not storages: two storages may lie in the same memory, as with numpy's views.
     places = [(str(tensor.device) if tensor.layout is torch.strided else str(id(tensor))) for tensor in tensors]
     spans = sorted(
         (place, *_span(tensor), number) for number, (place, tensor) in enumerate(zip(places, tensors, strict=True))
     )
     if not spans:
         return shared
-    reaching = spans[0]  # of those so far, the one that ends last
+    reaching = spans[0]  # the span so far that ends last
     for span in spans[1:]:
         if span[0] == reaching[0] and span[1] < reaching[2]:
             shared[span[3]] = shared[reaching[3]] = True
@@ -136,7 +136,7 @@ def sharing_memory(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where its first value lies, and where its last one ends."""
+    """Return the address of a tensor's first value, and of the end of its last one."""
     if tensor.layout is not torch.strided:
         return 0, 1
     if tensor.numel() == 0:
@@ -148,7 +148,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _may_overlap(tensor: Tensor) -> bool:
-    """Unless every step along a dimension leads beyond all that smaller steps reach."""
+    """Return True unless every step along a dimension leads beyond all that smaller steps reach."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1:

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer: `trainer.add_callback(CGXCallback(trainer, bits=4))`.
 
-Trainer wraps the model in DDP itself, and hands callbacks the bare model; so this callback asks the trainer for the
-wrapped one. The process group has to be there before TrainingArguments: see docs/frameworks.md. Nothing else of
-torch_cgx needs transformers.
+Trainer wraps the model in DDP and passes callbacks the bare model, so this callback asks the trainer for the wrapped
+one. The process group must exist before TrainingArguments: see docs/frameworks.md. Nothing else in torch_cgx needs
+transformers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _transformers: Any = importlib.import_module("transformers")
 
 
 class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
-    """Registers `cgx_hook` on the trainer's DDP model when training begins; from then on, `cgx_state` is its state.
+    """A callback that registers `cgx_hook` on the trainer's DDP model when training begins, with state `cgx_state`.
 
-    The arguments after `trainer` are those of `CGXState`. Each rank keeps its state in the trainer's checkpoints, in a
-    file of its own, as Trainer does with random number generators, and takes it up, settings included, when training
-    resumes from a checkpoint in `output_dir`. In a run of one process there is nothing to do.
+    The arguments after `trainer` are those of `CGXState`. Each rank saves its state in the trainer's checkpoints, in a
+    file of its own, as Trainer does with random number generators. It loads that state, settings included, when
+    training resumes from a checkpoint in `output_dir`. With one process it does nothing.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         if args.world_size == 1:
             return
         model = self._trainer.model_wrapped
-        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        model = getattr(model, "_orig_mod", model)  # without torch.compile's wrapper
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(f"CGXCallback: expected a model that Trainer wraps in DDP, got {type(model).__name__}")
         if model is not self._model:  # a second train() has the hook already
@@ -82,11 +82,11 @@ class CGXCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.cgx_state is not None and not getattr(args, "save_only_model", False):
             file = _file(args, state, dist.get_rank())
-            file.parent.mkdir(parents=True, exist_ok=True)  # rank 0, which makes it, may come later
+            file.parent.mkdir(parents=True, exist_ok=True)  # rank 0, which makes it, may be later
             torch.save(self.cgx_state.state_dict(), file)
 
     def _resume(self, args: Any, state: Any) -> None:
-        """All ranks from their own files, or all from rank 0's, or none: steps and settings must be the same on all."""
+        """Load all states from own files, or all from rank 0's, or none, so that steps and settings are identical."""
         assert self.cgx_state is not None
         own = _file(args, state, dist.get_rank())
         saved = torch.load(own, map_location="cpu", weights_only=True) if own.exists() else None

@@ -15,7 +15,7 @@ _log = logging.getLogger("torch_cgx")
 
 
 def conflict() -> str | None:
-    """Say what to uninstall if `OTHER` is installed beside our distribution; None otherwise."""
+    """Return what to uninstall if `OTHER` is installed beside our distribution, else None."""
     other = version_of(OTHER)
     if other is None or version_of(DISTRIBUTION) is None:  # None: these modules come from a source tree
         return None
@@ -35,7 +35,7 @@ def warn_of_conflict() -> None:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution."""
+    """Return the version of a distribution, or None if it is not installed."""
     import importlib.metadata
 
     try:

@@ -1,7 +1,7 @@
-"""The native library: finding it, and the C structures of csrc/include/cgx.h as ctypes.
+"""The loader of the native library, and the C structures of csrc/include/cgx.h as ctypes.
 
-Nothing here knows torch. Where the library was not built (no compiler at installation) `library()` is None, and the
-caller takes the plain-torch kernels. Where it was built without shared memory (macOS) only its kernels are there.
+Nothing here depends on torch. If the library was not built (no compiler at installation), `library()` returns None and
+the caller uses the plain-torch kernels. If it was built without shared memory (macOS), it has only kernels.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ _loaded: list[ctypes.CDLL | None] = []
 
 
 def library() -> ctypes.CDLL | None:
-    """The library with all its signatures declared, or None (said once in the log) where it cannot be used."""
+    """Return the library with all its signatures declared, or None (logged once) if it cannot be used."""
     with _lock:
         if not _loaded:
             _loaded.append(_load(Path(__file__).with_name("libcgx.so")))
@@ -192,7 +192,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def shares_memory() -> bool:
-    """Whether the library is there, and with the executor over shared memory."""
+    """Return whether the library is available and has the executor over shared memory."""
     lib = library()
     return lib is not None and hasattr(lib, "cgx_group_open")
 

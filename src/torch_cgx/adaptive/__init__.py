@@ -1,4 +1,4 @@
-"""Chooses bits: which layer can bear how many. Neither quantizes nor sends; the hook measures for it and obeys it."""
+"""The choice of bits for each layer. Nothing here quantizes or sends: the hook measures and applies the choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an allocation may cost, against the same width for every layer, and what it shall be good at."""
+"""The goal and the limit of an allocation, relative to one width for all layers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch_cgx.adaptive.layers import Candidate, LayerStats
 
 __all__ = ["Budget"]
 
-_SLACK = 1e-9  # of a limit: sums in another order differ by less
+_SLACK = 1e-9  # relative to a limit: reordering a sum changes it by less
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`least` "bytes": the fewest of them, with no more error than the reference has. "error": the other way round.
+    """A goal and a limit. `least` "bytes" asks for the fewest bytes at a limited error, "error" for the reverse.
 
-    The reference is every layer with the same bits and block; `alpha` times what it costs is the limit.
+    The reference gives all layers the same bits and block; `alpha` times its error (or bytes) is the limit.
     """
 
     least: Literal["bytes", "error"] = "bytes"
@@ -35,11 +35,11 @@ class Budget:
         return [layer.at(self.bits, self.block) for layer in layers]
 
     def cost(self, candidate: Candidate) -> float:
-        """What is to be small."""
+        """Return the quantity to minimize."""
         return candidate.nbytes if self.least == "bytes" else candidate.error
 
     def weight(self, candidate: Candidate) -> float:
-        """What is limited."""
+        """Return the quantity that is limited."""
         return candidate.error if self.least == "bytes" else candidate.nbytes
 
     def limit(self, layers: Sequence[LayerStats]) -> float:
@@ -49,7 +49,7 @@ class Budget:
         return sum(map(self.weight, allocation)) <= self.limit(layers) * (1 + _SLACK)
 
     def better(self, first: Sequence[Candidate], second: Sequence[Candidate], layers: Sequence[LayerStats]) -> bool:
-        """Whether the first is: within the limit, or nearer to it, and then the cheaper of the two."""
+        """Return whether the first is better: within the limit, or nearer to it, and then cheaper."""
 
         def rank(allocation: Sequence[Candidate]) -> tuple[float, float]:
             weight = 0.0 if self.admits(allocation, layers) else sum(map(self.weight, allocation))

@@ -1,4 +1,4 @@
-"""From what was measured to bits for every layer, and the reason: pure, so that a decision can be made again."""
+"""The decision from measurements on every layer's bits, with its reason. It is pure, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch_cgx.config import EXACT, Compression
 
 __all__ = ["Decision", "Trial", "contenders", "decide", "limited"]
 
-_NO_LONGER = 1.01  # times the fastest: what measuring a step cannot tell from none
+_NO_LONGER = 1.01  # times the fastest: a smaller difference cannot be measured
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a step took with all layers sent alike."""
+    """The time of a step with the same compression for all layers."""
 
     compression: Compression
     nbytes: int  # of these layers' payloads
@@ -28,14 +28,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One compression a layer, in the layers' order."""
+    """One compression per layer, in the layers' order."""
 
     compressions: tuple[Compression, ...]
     reason: str
 
 
 def contenders(options: AdaptiveBits, reference: Compression) -> tuple[Compression, ...]:
-    """What to try, from the most bytes to the fewest: fewer than the reference only where somebody names seconds."""
+    """Return what to try, from most to fewest bytes: fewer than the reference only with a target in seconds."""
     if options.target_step_time is None:
         return ()
     low, high = options.bits_range
@@ -50,7 +50,7 @@ def contenders(options: AdaptiveBits, reference: Compression) -> tuple[Compressi
 def decide(
     layers: Sequence[LayerStats], options: AdaptiveBits, reference: Compression, trials: Sequence[Trial]
 ) -> Decision:
-    """As exact as time allows where trials were made for a target; else what the budget asks for."""
+    """Choose bits as exact as the target time allows if there were trials, else as the budget asks."""
     if not layers:
         return Decision((), "no layer is free to choose")
     budget, layer_alpha, told = options.budget(reference), options.layer_alpha, ""
@@ -73,7 +73,7 @@ def decide(
 
 
 def limited(layer: LayerStats, budget: Budget, layer_alpha: float | None) -> LayerStats:
-    """Without the candidates that lose too much of this layer alone."""
+    """Return the layer without candidates that lose too much of this layer alone."""
     if layer_alpha is None:
         return layer
     most = layer_alpha * layer.at(budget.bits, budget.block).error
@@ -81,16 +81,16 @@ def limited(layer: LayerStats, budget: Budget, layer_alpha: float | None) -> Lay
 
 
 def _room(trials: Sequence[Trial], target: float | str) -> tuple[float, str]:
-    """How many bytes meet the target, and what was measured. Between two trials, time is taken to grow evenly.
+    """Return how many bytes meet the target, and what was measured. Time is interpolated linearly between trials.
 
-    It grows the faster the more bytes there are, since the first ones hide behind backward: so a step is never slower
-    than that. Where nobody has named seconds, bytes that were not seen to be free are not spent.
+    Real time grows faster with more bytes, because the first ones hide behind backward, so a step is never slower than
+    the interpolation. Without a target in seconds, bytes that were not measured to be free are not spent.
     """
     limit = _NO_LONGER * min(trial.seconds for trial in trials)
     told = "a step takes " + ", ".join(f"{_ms(trial.seconds)} {_how(trial.compression)}" for trial in trials)
     if target != AUTO:
         told += f"; {_ms(float(target))} asked for" + (", which is not reached" if float(target) < limit else "")
-        limit = max(limit, float(target))  # what gains no time is not given up
+        limit = max(limit, float(target))  # do not give up bits that gain no time
     if trials[0].seconds <= limit:
         return trials[0].nbytes, told
     for more, fewer in pairwise(trials):

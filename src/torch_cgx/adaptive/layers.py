@@ -1,4 +1,4 @@
-"""What a policy knows of a layer, and what it may choose for it."""
+"""The statistics that policies have of a layer, and the candidates that they choose from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LayerStats:
     candidates: tuple[Candidate, ...]
 
     def at(self, bits: int, block: int) -> Candidate:
-        """The candidate with these bits and this block."""
+        """Return the candidate with these bits and this block."""
         for candidate in self.candidates:
             if (candidate.bits, candidate.block) == (bits, block):
                 return candidate

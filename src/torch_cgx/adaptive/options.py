@@ -1,4 +1,4 @@
-"""`AdaptiveBits`: how a state chooses bits by itself."""
+"""`AdaptiveBits`: how a state chooses bits automatically."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch_cgx.config import Compression, shortened, whole_number
 __all__ = ["AUTO", "AdaptiveBits"]
 
 AUTO: Final = "auto"
-# Smaller blocks cost more bytes for their headers and have less error: a search among both finds what suits a layer. A
-# width goes with them as long as the next one would not be the better use of the same bytes.
+# Smaller blocks cost more bytes for their headers and have less error, so a search over both finds what suits a layer.
+# Widths get smaller blocks as long as another bit is not the better use of the same bytes.
 _SMALLER_BLOCKS = (256, 128)
 _WIDEST_IN_SMALLER = 6
 _BLOCK_OF_ONE_BIT = 32
@@ -23,23 +23,26 @@ _BLOCK_OF_ONE_BIT = 32
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveBits:
-    """Every `period` steps, new bits for every layer that compresses by default (those with an override keep theirs).
+    """Options for automatic bits: every `period` steps, new ones for each layer that is compressed by default.
+
+    Layers with an override keep theirs.
 
     Args:
         policy: a name from `torch_cgx.adaptive.policies`.
-        bits_range: the fewest and the most bits of a layer.
-        period: steps from choice to choice.
-        warmup: steps until the first choice; before it all layers have the reference, which is the state's
-            `compression_params` (4 bits, bucket size 1024 where nothing is said).
-        alpha: the limit of `least`, in terms of the reference's.
-        least: "bytes", the fewest with no more error than the reference has; or "error", the least in no more bytes.
-        layer_alpha: the most squared error that a single layer may have, in terms of its own at the reference (2.25:
-            1.5 times the distance); None: any. Without it, error goes to layers with small gradients, which Adam and
-            its kin enlarge again.
+        bits_range: the fewest and the most bits per layer.
+        period: steps between choices.
+        warmup: steps until the first choice. Until then all layers have the reference, which is the state's
+            `compression_params` (4 bits, bucket size 1024 by default).
+        alpha: the limit on what `least` does not minimize, as a multiple of the reference's.
+        least: "bytes": the fewest bytes with no more error than the reference; "error": the least error in no more
+            bytes.
+        layer_alpha: the most squared error of a single layer, as a multiple of its own at the reference (2.25: 1.5
+            times the distance). None: no limit. Without a limit, error goes to layers with small gradients, which Adam
+            and similar optimizers enlarge again.
         target_step_time: in seconds: as many bits as let a step take no longer. "auto": no longer than the fastest of
-            exact, the most bits and the reference, so that bits that cost no time are not saved, and exact where
-            compression does not pay. None: time does not matter. What a step takes is measured once, while the first
-            steps are made.
+            exact, the most bits and the reference, so that bits that cost no time are not saved, and layers are exact
+            if compression does not pay. None: time does not matter. Step times are measured once, during the first
+            steps.
     """
 
     policy: str = "dynamic_programming"
@@ -77,7 +80,7 @@ class AdaptiveBits:
 
     @classmethod
     def of(cls, given: AdaptiveBits | str | Mapping[str, Any] | None) -> AdaptiveBits | None:
-        """What a user gives to a state, or a checkpoint has."""
+        """Return the options that a user's argument, or a checkpoint, stands for."""
         if given is None or isinstance(given, AdaptiveBits):
             return given
         if isinstance(given, str) and given == AUTO:
@@ -97,7 +100,7 @@ class AdaptiveBits:
         return Budget(self.least, reference.bits, reference.block, self.alpha)
 
     def candidates(self, reference: Compression) -> tuple[Compression, ...]:
-        """What a layer may be sent with, the reference first."""
+        """Return the compressions that a layer may have, the reference first."""
         low, high = self.bits_range
         found = {reference: None}
         for bits in range(low, high + 1):

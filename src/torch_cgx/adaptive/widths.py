@@ -1,11 +1,11 @@
-"""Layers by width, for policies that think in bits: which block goes with how many bits, and the best of many tries.
+"""Layers by width, for policies that choose bits: the best block for each width, and the best of many tries.
 
 Of a layer's candidates with b bits, the one with the least
 
     error * 4^(8 * nbytes / numel)
 
-stands for b. One more bit a value makes the error about a fourth, so a smaller block is taken where it lowers the error
-by more than its bytes would as bits, whether bytes or error are limited. A layer that has no candidate with b bits has
+stands for b. One more bit per value divides the error by about four, so a smaller block is taken if it lowers the error
+by more than its bytes would as bits, whether bytes or error are limited. A layer without a candidate with b bits uses
 the nearest that it has.
 """
 
@@ -29,7 +29,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Widths:
-    """`candidates[i][k]`, and its cost and weight, is layer i with `bits[k]` bits; the widths ascend."""
+    """Candidates by layer and width; the widths ascend.
+
+    `candidates[i][k]`, and its cost and weight, is layer i with `bits[k]` bits.
+    """
 
     bits: Integers
     candidates: list[list[Candidate]]
@@ -48,24 +51,24 @@ class Widths:
         return cls(np.array(bits), candidates, costs, weights, layers, budget)
 
     def grouped(self, groups: Integers) -> tuple[Numbers, Numbers]:
-        """Cost and weight of whole groups of layers, by width; `groups` says in which each layer is."""
+        """Return cost and weight of whole groups of layers, by width; `groups` holds each layer's group."""
         members = (groups == np.arange(groups.max() + 1)[:, None]).astype(float)
         return members @ self.costs, members @ self.weights
 
     def first(self, costs: npt.ArrayLike, weights: npt.ArrayLike) -> int:
-        """Which of several allocations with these sums is the best: `Budget.better` for numbers."""
+        """Return the index of the best of several allocations with these sums: `Budget.better` for numbers."""
         outside = np.asarray(weights) * (np.asarray(weights) > self.budget.limit(self.layers))
         return int(np.lexsort((np.asarray(costs), outside))[0])
 
     def settle(self, choice: Iterable[int]) -> list[Candidate]:
-        """The allocation that gives layer i the width number `choice[i]`, or the reference where that is better."""
+        """Return the allocation with width number `choice[i]` for layer i, or the reference if that is better."""
         found = [row[number] for row, number in zip(self.candidates, choice, strict=True)]
         uniform = self.budget.reference(self.layers)
         return found if self.budget.better(found, uniform, self.layers) else uniform
 
 
 def _nearest(have: dict[int, Candidate], width: int) -> Candidate:
-    """The wider of two that are as near."""
+    """Return the candidate with the nearest width, and on a tie the wider one."""
     return have[min(have, key=lambda bits: (abs(bits - width), -bits))]
 
 

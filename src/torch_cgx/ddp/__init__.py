@@ -1,6 +1,6 @@
-"""Communication hooks: what DDP calls for each grad bucket.
+"""Communication hooks, which DDP calls for each grad bucket.
 
-They say which layer gets which quantizer and what is kept of it; groups do the rest.
+A hook decides which quantizer each layer gets and what is kept of it. Process groups do the rest.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""When bits are chosen anew, and how all ranks come to the same choice: what `AdaptiveBits` asks for, carried out.
+"""The schedule on which `AdaptiveBits` chooses new bits, and the agreement of all ranks on each choice.
 
-1. Trials, where there is a target for the time of a step: the first steps are made exactly, at the most bits and at the
-   reference in turns, and timed.
-2. Samples of the gradients are taken at some steps of each period.
-3. At its end every rank measures the errors on its own samples; the mean over ranks goes to rank 0, which decides
-   (`torch_cgx.adaptive.decision`) and tells the others, so that all switch at the same step.
+1. Trials, if there is a target step time: the first steps are exact, at the most bits and at the reference in turn,
+   and are timed.
+2. Gradients are sampled at some steps of each period.
+3. At the end of a period every rank measures the errors on its own samples. Rank 0 decides on the mean over ranks
+   (`torch_cgx.adaptive.decision`) and broadcasts its decision, so that all ranks switch at the same step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["Adaptation", "Choice"]
 
 log = logging.getLogger("torch_cgx.adaptive")
 
-_SAMPLED_STEPS = 16  # of a period
-_FIRST_CHOICE = 3  # there are no samples before
-_FIRST_TRIAL = 3  # DDP makes its grad buckets anew after the first step
-_TRIAL_STEPS = 6  # in turn, of which the first is not counted: programs are made then
+_SAMPLED_STEPS = 16  # per period
+_FIRST_CHOICE = 3  # there are no samples earlier
+_FIRST_TRIAL = 3  # DDP rebuilds its grad buckets after the first step
+_TRIAL_STEPS = 6  # per turn; the first is not counted, because programs are made in it
 _TRIAL_ROUNDS = 2
 _REASON_NBYTES = 1000
 _SHOWN = 4  # names in a reason
@@ -45,7 +45,7 @@ _DONE, _FAILED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen at a step, by layer name."""
+    """The compressions chosen at one step, by layer name."""
 
     step: int
     reason: str
@@ -65,7 +65,7 @@ class Choice:
 
 
 class Adaptation:
-    """The bits of one state's layers over time. All ranks ask the same of it at the same steps."""
+    """The bits of one state's layers over time. All ranks make the same calls at the same steps."""
 
     def __init__(self, options: AdaptiveBits, reference: Compression, start_step: int) -> None:
         if reference.quantizer != DEFAULT_QUANTIZER:
@@ -82,36 +82,36 @@ class Adaptation:
         self.options = options
         self.reference = reference
         self.choices: list[Choice] = []
-        self.told: list[dict[str, Any]] = []  # the same, for reports and checkpoints
+        self.told: list[dict[str, Any]] = []  # the choices as dicts, for reports and checkpoints
         self._candidates = options.candidates(reference)
         self._tried = contenders(options, reference)
         self._samples: Samples | None = None
-        self._others: Samples | None = None  # of layers that have changed since
+        self._others: Samples | None = None  # of layers that have since changed
         self._began_at: float | None = None  # this step's first grad bucket
         self._step_s: list[list[float]] = [[] for _ in self._tried]
         self._start_step = start_step
         self._resume(0)
 
     def _resume(self, step: int) -> None:
-        """Times are of this group and this machine, so trials are made wherever a training begins or goes on.
+        """Schedule trials anew when a training run starts or resumes, because times depend on group and machine.
 
-        Not while all steps are exact, though.
+        Trials wait until `start_step`, because all steps before it are exact.
         """
         self._trials_from = max(step, self._start_step) + _FIRST_TRIAL
         self._trials_until = self._trials_from + _TRIAL_ROUNDS * _TRIAL_STEPS * len(self._tried)
 
     def compression(self, name: str, step: int) -> Compression:
-        """Of a layer that is free to choose."""
+        """Return the compression at this step of a layer whose bits may be chosen."""
         tried = self._on_trial(step)
         if tried is not None:
             return self._tried[tried]
         return self.choices[-1].compressions.get(name, self.reference) if self.choices else self.reference
 
     def begin_step(self, step: int, group: ProcessGroupCGX, device: torch.device) -> bool:
-        """At the first grad bucket of a step; whether compressions are other ones from here on."""
+        """Begin a step at its first grad bucket, and return whether compressions change with it."""
         before = self._on_trial(step - 1)
         if device.type == "cuda" and (before, self._on_trial(step)) != (None, None):
-            torch.cuda.synchronize(device)  # else launches would be timed, not steps
+            torch.cuda.synchronize(device)  # otherwise launches would be timed, not steps
         now = time.perf_counter()
         if before is not None and self._began_at is not None and (step - 1 - self._trials_from) % _TRIAL_STEPS:
             self._step_s[before].append(now - self._began_at)
@@ -123,7 +123,7 @@ class Adaptation:
         return self._on_trial(step) != before
 
     def look_at(self, step: int, bucket: KnownBucket, buckets: Sequence[KnownBucket], buffer: Tensor) -> None:
-        """Take a sample of these gradients, where it is time for one."""
+        """Sample these gradients if this is a sampled step."""
         if not self._is_sampled(step):
             return
         if self._samples is None or not self._samples.has(bucket.free_layers):
@@ -135,27 +135,27 @@ class Adaptation:
         self._samples.add(bucket.free_layers, buffer)
 
     def know_layers(self, numels: Mapping[str, int]) -> None:
-        """What the model has, by name: where samples are of others, new ones have to be made."""
+        """Learn the model's layers, and set the samples aside if they are of other layers."""
         if self._samples is not None and not self._samples.fits(numels):
             self._others, self._samples = self._samples, None
 
     # ---- when ----
 
     def _on_trial(self, step: int) -> int | None:
-        """Which of the contenders this step is made with."""
+        """Return the index of the contender that this step tries, or None outside of trials."""
         if not self._trials_from <= step < self._trials_until:
             return None
         return (step - self._trials_from) // _TRIAL_STEPS % len(self._tried)
 
     def _is_choice(self, step: int) -> bool:
-        """Whenever a period ends after the warm-up, and when there are trials to be heeded."""
+        """Return whether bits are chosen at this step: a period after the warm-up ends, or the trials do."""
         if self._tried and step <= self._trials_until:
             return step == self._trials_until and step >= self.options.warmup
         since = step - max(self.options.warmup, _FIRST_CHOICE)
         return since >= 0 and since % self.options.period == 0
 
     def _is_sampled(self, step: int) -> bool:
-        """Some steps of the warm-up and of each period, evenly spread; the first grad buckets do not stay."""
+        """Return whether this step is sampled: evenly spaced ones, after DDP has rebuilt its first grad buckets."""
         length = self.options.warmup if step < self.options.warmup else self.options.period
         return step >= 2 and step % max(1, length // _SAMPLED_STEPS) == 0
 
@@ -180,7 +180,7 @@ class Adaptation:
         self._obey(step, message, samples.names, group.rank())
 
     def _message(self, table: Tensor, samples: Samples, skip_incomplete: bool) -> Tensor:
-        """Rank 0's decision; where it fails, why, so that nobody waits for it."""
+        """Return rank 0's decision as a tensor, or the reason why it failed, so that no rank waits for it."""
         try:
             status, decision = _DONE, self._decide(table, samples, skip_incomplete)
         except Exception as error:
@@ -195,7 +195,7 @@ class Adaptation:
         count = len(samples.names)
         measured = table[: len(table) - len(self._tried)].view(count, -1)
         stats = samples.stats(measured, self._candidates, skip_incomplete)
-        # A layer with a NaN, on any rank, keeps what it has.
+        # A layer with a NaN on any rank keeps its bits.
         finite = [number for number, row in enumerate(stats) if row.norm == row.norm]
         trials = [
             Trial(compression, samples.nbytes(compression, skip_incomplete), seconds)
@@ -216,7 +216,7 @@ class Adaptation:
         return Decision(tuple(compressions), reason)
 
     def _kept(self, names: Sequence[str]) -> list[Compression]:
-        """What the layers have now."""
+        """Return the current compressions of these layers."""
         chosen = self.choices[-1].compressions if self.choices else {}
         return [chosen.get(name, self.reference) for name in names]
 

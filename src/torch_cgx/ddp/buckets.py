@@ -1,4 +1,4 @@
-"""A grad bucket as the hook knows it: its layers, their codecs, and what was seen of them."""
+"""A grad bucket as the hook knows it: its layers, their codecs, and what was observed of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch_cgx.plan.layout import Layer
 
 __all__ = ["KnownBucket", "KnownLayer"]
 
-# Measured, in terms of one value of many that lie together: what looking at one value by its position costs, and what a
-# range of values costs before its first.
+# Measured, as multiples of the cost of one contiguous value: reading a value by its position, and the fixed cost of a
+# range of values.
 _POSITION_COST = 32
 _RANGE_COST = 8192
 
@@ -31,14 +31,14 @@ class KnownLayer:
     start: int  # in its grad bucket
     numel: int
     compression: Compression
-    is_free: bool = False  # bits are not what somebody asked for, so they may be chosen
+    is_free: bool = False  # nobody asked for particular bits, so they may be chosen
     relative_error: float | None = None
     nonfinite_step: int | None = None
     nonfinite_here: int | None = None
     nonfinite_elsewhere: bool = False
 
     def take_over(self, before: KnownLayer) -> None:
-        """What was seen of it while it lay in another grad bucket."""
+        """Copy what was observed of this layer while it was in another grad bucket."""
         if before.compression == self.compression:
             self.relative_error = before.relative_error
         self.nonfinite_step = before.nonfinite_step
@@ -48,18 +48,18 @@ class KnownLayer:
     def change_to(self, compression: Compression) -> None:
         if compression != self.compression:
             self.compression = compression
-            self.relative_error = None  # it was the other's
+            self.relative_error = None  # it belonged to the old compression
 
     @property
     def is_unexplained(self) -> bool:
-        """Its average was not finite, and whether that came from here is not known."""
+        """Return whether its average was not finite and this rank does not know yet whether it is the cause."""
         return self.nonfinite_step is not None and self.nonfinite_here is None and not self.nonfinite_elsewhere
 
     def of(self, buffer: Tensor) -> Tensor:
         return buffer[self.start : self.start + self.numel]
 
     def own_gradient(self, buffer: Tensor) -> Tensor | None:
-        """What this rank put into the average, where DDP keeps it outside of the grad bucket."""
+        """Return this rank's own gradient if DDP keeps it outside of the grad bucket, else None."""
         gradient = self.parameter.grad
         if gradient is None or gradient.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
             return None
@@ -82,25 +82,25 @@ class KnownLayer:
 
 @dataclass(slots=True)
 class KnownBucket:
-    """Its layers in order. DDP makes new grad buckets after the first step, and so do we then."""
+    """A grad bucket's layers in order. It is remade when DDP rebuilds its grad buckets after the first step."""
 
     dtype: torch.dtype
     layers: Sequence[KnownLayer]
-    compressible: bool  # values of this type on this device
+    compressible: bool  # whether the group compresses this dtype on this device
     skip_incomplete: bool
     residual: Tensor | None = None
     measured: bool = field(init=False)
     watching: bool = field(init=False)  # a layer is unexplained: look at this rank's own gradients
     wire_layers: tuple[Layer, ...] = field(init=False)
     exact_layers: tuple[Layer, ...] = field(init=False)
-    _positions: Tensor = field(init=False)  # tell whether any value is not finite, together with
-    _ranges: list[slice] = field(init=False)  # these
+    _positions: Tensor = field(init=False)  # with `_ranges`: values that show whether any is not finite
+    _ranges: list[slice] = field(init=False)
 
     def __post_init__(self) -> None:
         self.refresh()
 
     def refresh(self) -> None:
-        """The layers' compressions have been set."""
+        """Update everything that follows from the layers' compressions."""
         self.measured = all(each.relative_error is not None for each in self.layers if not self.codec(each).is_exact)
         self.watching = any(each.is_unexplained for each in self.layers)
         self.wire_layers = _joined([Layer(each.numel, self.codec(each)) for each in self.layers])
@@ -119,7 +119,7 @@ class KnownBucket:
 
     @property
     def free_layers(self) -> list[KnownLayer]:
-        """Those whose bits may be chosen."""
+        """Return the layers whose bits may be chosen."""
         return [layer for layer in self.layers if layer.is_free] if self.compressible else []
 
     def codec(self, layer: KnownLayer) -> Codec:
@@ -134,7 +134,7 @@ class KnownBucket:
         )
 
     def measure(self, buffer: Tensor) -> None:
-        """What quantizing these gradients, which are this rank's own, will lose."""
+        """Measure what quantizing these gradients, which are this rank's own, will lose."""
         self.measured = True
         for layer in self.layers:
             if self.codec(layer).is_exact:
@@ -149,7 +149,7 @@ class KnownBucket:
                 layer.relative_error = float(lost / norm) if norm > 0 else 0.0
 
     def look_at_own(self, buffer: Tensor, step: int) -> None:
-        """Note the layers that are not finite before they are averaged."""
+        """Note which layers are not finite before they are averaged."""
         if torch.isfinite(buffer.sum(dtype=torch.float32)):
             return
         for layer in self.layers:
@@ -157,7 +157,10 @@ class KnownBucket:
                 layer.nonfinite_here = step
 
     def may_be_nonfinite(self, averaged: Tensor, compressed: bool) -> bool:
-        """A quick look. Of a block one value is enough: where one is not finite, the whole block decodes to NaN."""
+        """Return whether the average may have a NaN or an infinity, from one value per block.
+
+        One is enough: a block with a value that is not finite decodes to NaN as a whole.
+        """
         if not compressed:
             return not bool(torch.isfinite(averaged.sum(dtype=torch.float32)))
         looked_at = averaged[self._positions].sum(dtype=torch.float32)
@@ -166,7 +169,7 @@ class KnownBucket:
         return not bool(torch.isfinite(looked_at))
 
     def look_at_average(self, averaged: Tensor, step: int, looked_at_own: bool) -> None:
-        """Note the layers that are not finite, and whether that came from here."""
+        """Note which layers are not finite, and whether this rank is the cause."""
         for layer in self.layers:
             if torch.isfinite(layer.of(averaged)).all():
                 continue
@@ -186,7 +189,7 @@ class KnownBucket:
 
 
 def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Neighbours that travel raw as one layer: fewer pieces, and less padding."""
+    """Merge neighbouring layers that are sent raw: fewer pieces, and less padding."""
     joined: list[Layer] = []
     for layer in layers:
         if joined and layer.is_exact and joined[-1].is_exact:
@@ -197,7 +200,7 @@ def _joined(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _telling(layers: Sequence[Layer]) -> tuple[Tensor, list[slice]]:
-    """The first value of each block and all raw values, as positions or ranges; all values, where that is cheaper."""
+    """Return each block's first value and all raw values, as positions or ranges; all values if that is cheaper."""
     positions: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu")]
     ranges: list[slice] = []
     start = cost = 0

@@ -1,4 +1,4 @@
-"""States of hooks from rank to rank, for checkpoints: as tensors and plain values, never as pickles that could run."""
+"""Hook states sent between ranks for checkpoints: tensors and plain values, never pickles that could run code."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch_cgx.errors import MismatchError
 
 __all__ = ["broadcast_state", "gather_states", "most_state_nbytes"]
 
-_OF_A_VALUE = 16  # bytes, at most: its residual, and its share of the samples
-_BESIDES = 256 << 20  # choices and names
+_OF_A_VALUE = 16  # bytes per value, at most: its residual, and its share of the samples
+_BESIDES = 256 << 20  # bytes of choices and names
 
 
 def most_state_nbytes(model: nn.Module) -> int:
-    """What the state of a model's hook cannot exceed: the bound for lengths that peers tell."""
+    """Return the most bytes that a model's hook state can have, as a bound on the lengths that peers announce."""
     return _OF_A_VALUE * sum(parameter.numel() for parameter in model.parameters()) + _BESIDES
 
 
 def gather_states(state: Mapping[str, Any], most_nbytes: int) -> list[Any] | None:
-    """All ranks' states, by rank, on rank 0; None on the others. All ranks call it."""
+    """Return all ranks' states, by rank, on rank 0, and None on the others. All ranks must call it."""
     device, world = _device(), dist.get_world_size()
     mine = _packed(state).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
@@ -41,7 +41,7 @@ def gather_states(state: Mapping[str, Any], most_nbytes: int) -> list[Any] | Non
 
 
 def broadcast_state(state: Mapping[str, Any] | None, most_nbytes: int) -> Any:
-    """Rank 0's state, or None where it has none, on all ranks. All ranks call it."""
+    """Return rank 0's state on all ranks, or None if it has none. All ranks must call it."""
     device, here = _device(), dist.get_rank() == 0
     packed = (
         _packed(state).to(device) if here and state is not None else torch.empty(0, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""What a `CGXState` may be made of, and loaded from: errors that name the argument, or the place in a checkpoint."""
+"""Checks of a `CGXState`'s arguments and checkpoints. Errors name the argument, or the place in the checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_process_group(given: object) -> None:
 
 
 def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with whole numbers as int; what they mean is for others to say."""
+    """Return the settings with whole numbers as int. Others check what the settings mean."""
     overrides = _mapping("overrides", settings["overrides"])
     for name in ("stochastic", "error_feedback"):
         value = settings[name]
@@ -48,13 +48,13 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def version_of(saved: object) -> int | None:
-    """Of a checkpoint; None of what is none, whose version may be anything: a tensor, say."""
+    """Return a checkpoint's version, or None if it has none that is an int."""
     version = saved.get("version") if isinstance(saved, Mapping) else None
     return version if type(version) is int else None
 
 
 def check_saved(saved: object, settings: Mapping[str, Any], version: int) -> None:
-    """Raise before anything is changed where this is not what `state_dict` returns."""
+    """Raise ValueError, before anything changes, unless this is what `state_dict` returns."""
     saved = _mapping("state_dict", saved)
     if version_of(saved) != version:
         raise ValueError(f"state_dict: expected version 1 to {version}, got {shortened(saved.get('version'))}")
@@ -78,7 +78,7 @@ def check_saved(saved: object, settings: Mapping[str, Any], version: int) -> Non
 
 
 def _no_tensor(where: str, value: object) -> None:
-    """Settings are compared with those of this state, which tensors would answer with tensors."""
+    """Raise ValueError if settings contain a tensor: comparing it with this state's settings gives no plain bool."""
     if isinstance(value, Tensor):
         raise ValueError(f"{where}: expected plain values, got a tensor of {value.dtype}, shape {tuple(value.shape)}")
     within = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value

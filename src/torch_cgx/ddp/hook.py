@@ -1,4 +1,4 @@
-"""The hook for DistributedDataParallel."""
+"""The communication hook for DistributedDataParallel."""
 
 # Without `from __future__ import annotations`: DDP compares the annotations with the types themselves.
 
@@ -14,8 +14,8 @@ def cgx_hook(state: CGXState, bucket: GradBucket) -> torch.futures.Future[torch.
     """Average a grad bucket, each layer compressed as the state says: `model.register_comm_hook(state, cgx_hook)`.
 
     Args:
-        state: how; one for each model.
-        bucket: what DDP hands over.
+        state: how to compress; one per model.
+        bucket: the grad bucket that DDP passes.
     """
     if not isinstance(state, CGXState):
         raise TypeError(

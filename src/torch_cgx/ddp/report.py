@@ -1,4 +1,4 @@
-"""What compression does to each layer, as a table."""
+"""Reports on what compression does to each layer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MOST_NAME = 48
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One layer, on this rank."""
+    """One layer of a `Report`, on this rank."""
 
     name: str
     numel: int
     bits: int  # 32: exact
     quantizer: str | None  # None: exact
     bytes_exact: int
-    bytes_sent: int  # of its payload; what a rank sends in all depends on the algorithm and the number of ranks
+    bytes_sent: int  # of its payload; how much a rank sends in total depends on the algorithm and the number of ranks
     relative_error: float | None  # |decoded - x| / |x| of this rank's own gradient x at the last measured step
     nonfinite_step: int | None  # the first step with a NaN or an infinity in the average
     nonfinite_here: int | None  # the first step with one in this rank's own gradient
@@ -31,10 +31,10 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`print(report)` shows a table; `as_dict()` is for loggers."""
+    """A report on all layers. `print(report)` shows a table, and `as_dict()` is for loggers."""
 
     rank: int
-    step: int  # how many have been made
+    step: int  # number of steps made so far
     measured_step: int | None
     layers: Sequence[LayerReport]
     choices: Sequence[Mapping[str, Any]] = ()  # of bits: step, reason, and by layer name [bits, bucket size]

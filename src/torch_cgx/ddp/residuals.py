@@ -1,7 +1,7 @@
-"""What compression has lost of each layer on this rank, to be added to its next gradient: error feedback.
+"""Error feedback: what compression has lost of each layer on this rank, to be added to its next gradient.
 
-float32, in the order of a grad bucket, because kernels fill it as they encode; kept by parameter, because DDP makes
-new grad buckets after the first step.
+Residuals are float32 and in the order of a grad bucket, because kernels fill them as they encode. They are kept by
+parameter, because DDP rebuilds its grad buckets after the first step.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ __all__ = ["Residuals", "add_residual", "hold_back", "scale_of"]
 
 
 class Residuals:
-    """They are multiplied with `scale`, as the loss was when they were kept (1 without a GradScaler)."""
+    """The residuals of all parameters, multiplied by `scale` as the loss is (1 without a GradScaler)."""
 
     def __init__(self) -> None:
-        self._by_parameter: dict[int, Tensor] = {}  # flat views into those of grad buckets
+        self._by_parameter: dict[int, Tensor] = {}  # flat views into the residuals of grad buckets
         self._waiting: dict[str, Tensor] = {}  # loaded, for parameters that have not been seen yet
         self._waiting_scale = 1.0
-        self._scale: float | Tensor = 1.0  # a tensor, where the scale is on the residuals' device
+        self._scale: float | Tensor = 1.0  # a tensor if it is on the residuals' device
 
     @property
     def scale(self) -> float:
-        """The host waits for it, where it is on a device."""
+        """Return the scale; the host waits for it if it is on a device."""
         return float(self._scale)
 
     def lay_out(self, parameters: Sequence[Tensor], names: Sequence[str | None]) -> Tensor:
-        """The residuals of a grad bucket, one after the other: those kept so far, else zeros."""
+        """Return the residuals of a grad bucket, one after the other: those kept so far, else zeros."""
         flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
         views = torch.split(flat, [parameter.numel() for parameter in parameters])
         for parameter, name, view in zip(parameters, names, views, strict=True):
@@ -43,12 +43,12 @@ class Residuals:
         return flat
 
     def forget(self, parameters: Sequence[Tensor]) -> None:
-        """Of parameters that travel exactly now; they would keep those of their old grad bucket in memory."""
+        """Drop the residuals of parameters now sent uncompressed; they would keep their old grad bucket's alive."""
         for parameter in parameters:
             self._by_parameter.pop(id(parameter), None)
 
     def rescale(self, scale: float | Tensor) -> None:
-        """The loss is multiplied with this number from now on; one on a device is not looked at."""
+        """Convert the residuals to the loss's new scale; the host does not read one that is on a device."""
         kept = list(self._by_parameter.values())
         if isinstance(scale, Tensor):
             if kept:
@@ -60,20 +60,20 @@ class Residuals:
             self._scale = scale
 
     def put(self, named: Mapping[str, Tensor], scale: float) -> None:
-        """Take the place of all that is kept, parameter by parameter as they come."""
+        """Replace everything that is kept; each parameter takes up its residual when it is laid out."""
         self._by_parameter.clear()
         self._waiting = {name: kept.detach().to(torch.float32).clone() for name, kept in named.items()}
         self._waiting_scale = self._scale = scale
 
     def drop_waiting(self, fits: Callable[[str, int], bool]) -> list[str]:
-        """Forget what was loaded for parameters that, by name and number of values, are not there; their names."""
+        """Drop loaded residuals whose name and number of values fit no parameter, and return their names."""
         dropped = [name for name, kept in self._waiting.items() if not fits(name, kept.numel())]
         for name in dropped:
             del self._waiting[name]
         return dropped
 
     def named(self, name_of: Callable[[int], str | None]) -> dict[str, Tensor]:
-        """Copies, by parameter name; those without a name are left out."""
+        """Return copies by parameter name, without parameters that have no name."""
         found = {name: kept * (self.scale / self._waiting_scale) for name, kept in self._waiting.items()}
         for identity, kept in self._by_parameter.items():
             name = name_of(identity)
@@ -86,11 +86,11 @@ class Residuals:
 
 
 def hold_back(buffer: Tensor, residual: Tensor, spans: Sequence[slice]) -> Tensor | None:
-    """Take out what was kept for parameters without a gradient here, to be added to the residual after the average.
+    """Take out the residuals of parameters without a gradient on this rank, to be added back after the average.
 
     DDP ignores the average of a parameter that no rank used, and no rank knows that before the end of the step. So a
-    rank adds what it has kept only together with a gradient of its own. Parameters lie in `spans`; one that was not
-    used has zeros. None: there is no such parameter.
+    rank adds what it has kept only together with a gradient of its own. Parameters lie in `spans`, and an unused one
+    has zeros. Return None if none is unused.
     """
     if buffer.device.type != "cpu":
         return _hold_back_unseen(buffer, residual, spans)
@@ -106,7 +106,7 @@ def hold_back(buffer: Tensor, residual: Tensor, spans: Sequence[slice]) -> Tenso
 
 
 def _hold_back_unseen(buffer: Tensor, residual: Tensor, spans: Sequence[slice]) -> Tensor:
-    """The same on a device, where the host looks at nothing and so does not wait."""
+    """Do the work of `hold_back` on a device, without making the host wait."""
     held = torch.zeros_like(residual)
     largest = torch._foreach_norm([buffer[span] for span in spans], float("inf"))
     for span, norm in zip(spans, largest, strict=True):
@@ -116,7 +116,7 @@ def _hold_back_unseen(buffer: Tensor, residual: Tensor, spans: Sequence[slice]) 
 
 
 def add_residual(buffer: Tensor, residual: Tensor) -> Tensor | None:
-    """Add what was kept to gradients; what rounding to 16 bits loses of the sum, if anything."""
+    """Add the residual to gradients, and return what rounding the sum to 16 bits loses, or None for float32."""
     if buffer.dtype == torch.float32:
         buffer.add_(residual)
         return None
@@ -127,8 +127,8 @@ def add_residual(buffer: Tensor, residual: Tensor) -> Tensor | None:
 
 
 def scale_of(grad_scaler: Any) -> float | Tensor:
-    """What a GradScaler multiplies the loss with; where that is on a device, as it is there, without a look."""
+    """Return the factor by which a GradScaler multiplies the loss. One on a device is not copied to the host."""
     if grad_scaler is None:
         return 1.0
-    scale = getattr(grad_scaler, "_scale", None)  # None before the first loss, and of a scaler that is switched off
+    scale = getattr(grad_scaler, "_scale", None)  # None before the first loss, and for a disabled scaler
     return scale if isinstance(scale, Tensor) and scale.device.type != "cpu" else float(grad_scaler.get_scale())

@@ -1,6 +1,7 @@
-"""What quantizing would cost each layer: measured on samples of its gradients, by the kernels that really quantize.
+"""Samples of each layer's gradients, on which the real kernels measure what quantizing would cost.
 
-A sample is a running mean of the layer's gradients, the older ones decayed; of a large layer, of pieces spread over it.
+A sample is a running mean of the layer's gradients in which older ones decay. A large layer is sampled in pieces spread
+over it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from torch_cgx.kernels import NEAREST, Kernels, Piece
 __all__ = ["Samples"]
 
 _MOST_NUMEL = 1 << 21  # in all samples together
-_LEAST_NUMEL = 4096  # of a layer that has so many
+_LEAST_NUMEL = 4096  # per layer that has so many
 _DECAY = 0.9  # from one sampled step to the next
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Which values of a layer are looked at: all of them, or `positions`; and their mean.
+    """The sampled values of a layer (all of them, or those at `positions`) and their mean.
 
-    Gradients are not alike everywhere in a layer (rows of frequent words, a few loud columns), so pieces lie at random
-    places, and `squares`, the mean squared norms of the whole gradient and of the sample, tell what the sample misses.
+    Gradients vary across a layer (rows of frequent words, a few loud columns), so pieces lie at random places.
+    `squares`, the mean squared norms of the whole gradient and of the sample, tell what the sample misses.
     """
 
     numel: int  # of the layer
@@ -58,7 +59,7 @@ class _Sample:
 
     @property
     def scale(self) -> float:
-        """What the sample's squared error has to be multiplied with to be that of the layer."""
+        """Return the factor from the sample's squared error to the layer's."""
         if self.positions is None:
             return 1.0
         whole, part = self.squares.tolist()
@@ -96,11 +97,11 @@ class Samples:
         return all(layer.name in self._samples and self._samples[layer.name].numel == layer.numel for layer in layers)
 
     def fits(self, numels: Mapping[str, int]) -> bool:
-        """Whether all of these layers are among those."""
+        """Return whether the model has every sampled layer, in the same size."""
         return all(numels.get(name) == sample.numel for name, sample in self._samples.items())
 
     def add(self, layers: Sequence[KnownLayer], buffer: Tensor) -> None:
-        """Take this step's gradients of these layers in."""
+        """Add this step's gradients of these layers to their samples."""
         known = [(self._samples[layer.name], layer) for layer in layers if layer.name in self._samples]
         if not known:
             return
@@ -111,7 +112,7 @@ class Samples:
         torch._foreach_lerp_(means, values, 1 - _DECAY)
 
     def measure(self, candidates: Sequence[Compression], kernels: Kernels, skip_incomplete: bool = False) -> Tensor:
-        """For each layer its squared norm, and the squared error with each candidate; NaN where it is not finite."""
+        """Return each layer's squared norm and its squared error with each candidate; NaN if it is not finite."""
         samples = list(self._samples.values())
         if not samples:
             return torch.empty(0, 1 + len(candidates), dtype=torch.float64, device="cpu")
@@ -119,7 +120,7 @@ class Samples:
         numels = [sample.mean.numel() for sample in samples]
         columns = [_squares(flat, numels)]
         tables = [self._table(each.codec(skip_incomplete)) for each in candidates]
-        # One buffer for all candidates: new memory for each would cost more than the kernels do.
+        # One buffer for all candidates: allocating one for each would cost more than the kernels do.
         lost = torch.empty_like(flat)
         payload = torch.empty(max((nbytes for _, nbytes in tables), default=0), dtype=torch.uint8, device="cpu")
         for pieces, nbytes in tables:
@@ -130,11 +131,11 @@ class Samples:
         found[~torch.isfinite(found[:, 0])] = torch.nan
         for sample, norm in zip(samples, found[:, 0].tolist(), strict=True):
             if norm != norm:
-                sample.begin_anew()  # else it would stay
+                sample.begin_anew()  # otherwise the NaN would stay
         return found
 
     def stats(self, measured: Tensor, candidates: Sequence[Compression], skip_incomplete: bool) -> list[LayerStats]:
-        """What policies take, of what `measure` has returned."""
+        """Convert what `measure` has returned to what policies take."""
         codecs = [each.codec(skip_incomplete) for each in candidates]
         return [
             LayerStats(name, sample.numel, row[0] ** 0.5, _candidates(sample, codecs, row[1:]))
@@ -142,7 +143,7 @@ class Samples:
         ]
 
     def nbytes(self, compression: Compression, skip_incomplete: bool) -> int:
-        """Of all layers' payloads, sent alike."""
+        """Return the size of all layers' payloads with this compression."""
         if compression.is_exact:
             return sum(sample.numel * sample.itemsize for sample in self._samples.values())
         codec = compression.codec(skip_incomplete)
@@ -153,13 +154,13 @@ class Samples:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Samples:
-        """What `state_dict` has returned: whole, before any grad bucket is seen again."""
+        """Restore what `state_dict` has returned, complete before any grad bucket is seen again."""
         found = cls((), (), 1)
         found._samples = {name: _Sample.from_state(each) for name, each in saved.items()}
         return found
 
     def take_over(self, before: Samples) -> None:
-        """The means of layers that are sampled alike; the others begin anew."""
+        """Copy the means of layers with identical sizes; the others start over."""
         for name, sample in self._samples.items():
             other = before._samples.get(name)
             if other is not None and (other.numel, other.mean.shape) == (sample.numel, sample.mean.shape):
@@ -167,7 +168,7 @@ class Samples:
                 sample.squares.copy_(other.squares)
 
     def _table(self, codec: Codec) -> tuple[tuple[Piece, ...], int]:
-        """All samples as pieces of one tensor, and the bytes of their payloads; made once, as kernels cache by it."""
+        """Return all samples as pieces of one tensor, and their payloads' size; made once, as kernels cache by it."""
         if codec not in self._pieces:
             pieces, offset, payload = [], 0, 0
             for sample in self._samples.values():
@@ -180,7 +181,7 @@ class Samples:
 
 
 def _positions(numel: int, count: int, span: int) -> Tensor:
-    """`count` pieces of `span` values, each anywhere in its share of the layer; the same wherever they are drawn."""
+    """Return positions of `count` pieces of `span` values, one at random in each share; identical on all ranks."""
     share = numel // count
     places = torch.Generator(device="cpu").manual_seed(numel)
     offsets = torch.randint(share - span + 1, (count,), generator=places, device="cpu")
@@ -189,7 +190,7 @@ def _positions(numel: int, count: int, span: int) -> Tensor:
 
 
 def _squares(flat: Tensor, numels: Sequence[int]) -> Tensor:
-    """The squared norm of each part; none of them is empty. numpy's, since torch has none that is as fast for many."""
+    """Return the squared norm of each part, none of them empty. With many parts, numpy is faster than torch."""
     starts = np.cumsum([0, *numels[:-1]])
     return torch.from_numpy(np.add.reduceat(flat.to(torch.float64).square_().numpy(), starts))
 

@@ -1,4 +1,4 @@
-"""`CGXState`: how the gradients of one model are compressed, and what is known of it. One for each model and hook."""
+"""`CGXState`: how one model's gradients are compressed, and what is known of them. One per model and hook."""
 
 from __future__ import annotations
 
@@ -28,33 +28,32 @@ from torch_cgx.layer_rules import Choices, read_compression, write_compression
 
 __all__ = ["CGXState"]
 
-_DEFAULT = Compression(bits=4, block=1024)  # also what checkpoints mean that say nothing of a quantizer
+_DEFAULT = Compression(bits=4, block=1024)  # also for checkpoints that name no quantizer
 _log = logging.getLogger("torch_cgx")
-_VERSION = 3  # of what state_dict returns; 1 had nothing adaptive, 2 no quantizer
+_VERSION = 3  # of state_dict's format; 1 had nothing adaptive, 2 no quantizer
 
 
 class CGXState:
-    """What `cgx_hook` compresses a model's gradients with. All ranks must make their states alike.
+    """How `cgx_hook` compresses one model's gradients. All ranks must create it with identical arguments.
 
     Args:
-        process_group: the model's own; None: the default group, which may be made after the state, but before its
-            first use. Its backend may be cgx or another, beside which the state then makes a cgx group of the same
-            ranks for itself.
-        layer_min_size: layers with fewer values travel exactly, and so do one-dimensional ones (biases, norms).
-        compression_params: for all others: "bits" (1 to 8, or 32: exact; 4 by default), "bucket_size" (1024 by
+        process_group: the model's group. None: the default group, which may be created after the state, but before
+            its first use. If its backend is not cgx, the state creates a cgx group of the same ranks beside it.
+        layer_min_size: layers with fewer values are sent uncompressed, and so are one-dimensional ones (biases, norms).
+        compression_params: for all other layers: "bits" (1 to 8, or 32: exact; 4 by default), "bucket_size" (1024 by
             default) and "quantizer": "maxmin", the default, or "rotated", which takes 1 to 4 bits and a bucket size
             that is a power of two from 64 to 4096.
-        overrides: the same for the parameters whose names match a pattern, as in `{"*.attn.*": {"bits": 8}}`; what is
-            missing is as in `compression_params`. Of several that match, the last. Names come from `model`
-            (`from_model` passes it).
-        stochastic: round at random, without bias; None: as CGX_COMPRESSION_STOCHASTIC says.
+        overrides: the same for parameters whose names match a pattern, as in `{"*.attn.*": {"bits": 8}}`. Missing
+            keys are as in `compression_params`. If several patterns match, the last one counts. Names come from
+            `model` (`from_model` passes it).
+        stochastic: round at random, without bias. None: as CGX_COMPRESSION_STOCHASTIC says.
         error_feedback: add what compression lost of a gradient to the next one.
-        start_step: exact until so many steps have been made.
-        adaptive: "auto" or an `AdaptiveBits`: layers without an override get the bits that their gradients and the
-            network call for, chosen anew while training; `compression_params` are the reference.
-        grad_scaler: the GradScaler of the training, if any; error feedback follows its changing scale.
-        measure_every: at every so many steps, `report` gets the relative errors anew.
-        model: whose parameters the names are; `from_model` and `attach` give them too.
+        start_step: send everything uncompressed until so many steps have been made.
+        adaptive: "auto" or an `AdaptiveBits`: choose the bits of layers without an override while training, from
+            their gradients and the network; `compression_params` are the reference.
+        grad_scaler: the training run's GradScaler, if any; error feedback follows its changing scale.
+        measure_every: the number of steps between measurements of the relative errors in `report`.
+        model: the model that names the parameters; `from_model` and `attach` set it too.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class CGXState:
             own.ignore_env_bits()
 
     def _begin(self, settings: Mapping[str, Any], process_group: Any, grad_scaler: Any, measure_every: int) -> None:
-        # By the identity of parameters, which buckets and the model keep alive; several names where modules share one.
+        # By the identity of parameters, which buckets and the model keep alive. A shared parameter has several names.
         self._names: dict[int, list[str]] = {}
         self._numels: dict[str, int] = {}
         self._choose(settings)
@@ -107,18 +106,18 @@ class CGXState:
         self.grad_scaler = grad_scaler
         self.measure_every = measure_every
         self._group: ProcessGroupCGX | None = None
-        self._group_of: Any = None  # the model's, which it was made for
+        self._group_of: Any = None  # the model's group, for which it was made
         self._step = 0
         self._measured_step: int | None = None
         self._looked_for_layers = False
         self._buckets: dict[int, KnownBucket] = {}
         self._layers: dict[int, KnownLayer] = {}  # by the identity of parameters
         self._residuals = Residuals()
-        self._may_skip = True  # parameters, in a step: not where DDP would refuse it
+        self._may_skip = True  # steps may leave parameters unused; False if DDP would refuse that
 
     @classmethod
     def from_model(cls, model: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> CGXState:
-        """A state that knows the names of a DDP model's parameters, and its process group if none is given.
+        """Return a state that knows a DDP model's parameter names, and uses its process group if none is given.
 
         All other arguments are those of `CGXState`.
         """
@@ -127,7 +126,7 @@ class CGXState:
         return cls(process_group, *args, model=model, **kwargs)
 
     def attach(self, model: nn.Module) -> None:
-        """Learn the names of a model's parameters, as after unpickling."""
+        """Learn the names of a model's parameters, for example after unpickling."""
         found = _unwrapped(model).named_parameters(remove_duplicate=False)
         named = {name.replace("_orig_mod.", ""): parameter for name, parameter in found}
         self._choices.check_patterns(list(named))
@@ -162,7 +161,7 @@ class CGXState:
         if self._names:
             choices.check_patterns(list(self._numels))
         self._choices = choices
-        # Written out, so that a checkpoint means the same whatever the defaults are when it is loaded.
+        # Written out in full, so that a checkpoint does not depend on the defaults when it is loaded.
         self._settings: dict[str, Any] = {
             **copy.deepcopy(settings),
             "compression_params": write_compression(default),
@@ -175,7 +174,7 @@ class CGXState:
 
     @property
     def group(self) -> ProcessGroupCGX:
-        """The group that carries the averages: the model's own where its backend is cgx, else one beside it."""
+        """Return the group that carries the averages: the model's own if its backend is cgx, else one beside it."""
         own = self._own_group()
         if self._group is None or self._group.is_closed or self._group_of is not own:
             self._group, self._group_of = cgx_group_of(own), own
@@ -194,7 +193,7 @@ class CGXState:
         return names[0] if names else None
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """What `cgx_hook` returns to DDP."""
+        """Average a grad bucket, and return the future that `cgx_hook` passes to DDP."""
         buffer = bucket.buffer()
         group = self.group
         adaptation = self._adaptation
@@ -209,7 +208,7 @@ class CGXState:
             self._buckets = {index: each for index, each in self._buckets.items() if index <= bucket.index()}
             if not self._looked_for_layers:
                 self._warn_if_all_are_exact(group)
-        if buffer.layout is not torch.strided:  # of a sparse embedding: exact, and not looked at
+        if buffer.layout is not torch.strided:  # a sparse embedding's: exact, and not examined
             sparse: torch.futures.Future[Tensor] = group.allreduce_layers(buffer, ()).get_future().then(_only)
             return sparse
         measuring = step % self.measure_every == 0
@@ -232,7 +231,7 @@ class CGXState:
 
         def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             averaged = future.value()[0]
-            on_cpu = averaged.device.type == "cpu"  # elsewhere a look would make the host wait
+            on_cpu = averaged.device.type == "cpu"  # elsewhere a check would make the host wait
             nonfinite = on_cpu and known.may_be_nonfinite(averaged, compressing)
             if residual is not None and lost is not None:
                 group.record_use(residual, lost)  # of the stream that callbacks run on
@@ -248,7 +247,7 @@ class CGXState:
         return done
 
     def _warn_if_all_are_exact(self, group: ProcessGroupCGX) -> None:
-        """Say once, after a step has shown all layers, that none of them is compressed, unless that is asked for."""
+        """Warn once, after a step has shown all layers, if none of them is compressed although that was asked for."""
         self._looked_for_layers = True
         compressed = self._adaptation is not None or any(known.is_compressed for known in self._buckets.values())
         if not compressed and self._choices.compresses and _is_first_rank():
@@ -292,11 +291,11 @@ class CGXState:
         return known
 
     def _chosen(self, name: str) -> Compression:
-        """Of a layer that nobody asks other bits for."""
+        """Return the compression of a layer for which nobody asked other bits."""
         return self._choices.default if self._adaptation is None else self._adaptation.compression(name, self._step)
 
     def _refresh(self) -> None:
-        """Other bits have been chosen."""
+        """Apply newly chosen bits to the known grad buckets."""
         for known in self._buckets.values():
             for layer in known.free_layers:
                 layer.change_to(self._chosen(layer.name))
@@ -311,7 +310,7 @@ class CGXState:
     # ---- reports ----
 
     def report(self) -> Report:
-        """Every layer, on this rank: bits, bytes, the relative error when last measured, and NaN or infinity."""
+        """Return every layer's bits, bytes, last measured relative error, and NaN or infinity, on this rank."""
         layers = [layer for _, known in sorted(self._buckets.items()) for layer in known.reports()]
         order = {name: number for number, name in enumerate(self._numels)}
         layers.sort(key=lambda layer: order.get(layer.name, len(order)))
@@ -320,7 +319,7 @@ class CGXState:
         return Report(rank, self._step, self._measured_step, layers, choices)
 
     def log_to(self, summary_writer: Any, step: int | None = None) -> None:
-        """Write the report's numbers to a TensorBoard SummaryWriter, or what has its add_scalar."""
+        """Write the report's numbers to a TensorBoard SummaryWriter, or anything with its add_scalar."""
         report = self.report()
         step = report.step if step is None else step
         summary_writer.add_scalar("cgx/ratio", report.ratio, step)
@@ -333,7 +332,7 @@ class CGXState:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs. Residuals are each rank's own, so each rank should save its own."""
+        """Return the state for a checkpoint. Residuals differ per rank, so each rank should save its own."""
         residuals = self._residuals.named(self._name_of)
         if len(residuals) < len(self._residuals):
             warnings.warn(
@@ -352,20 +351,20 @@ class CGXState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, settings included.
+        """Continue from what `state_dict` returned, settings included.
 
-        What does not fit this rank and this number of ranks is dropped, with a warning.
+        Residuals that do not fit this rank, number of ranks or model are dropped, with a warning.
         """
         if version_of(saved) == 1 and isinstance(saved.get("settings"), Mapping):
             before = {**saved["settings"], "adaptive": None}
             saved = {**saved, "version": 2, "settings": before, "adaptive": None}
-        if version_of(saved) == 2:  # what it does not say of quantizers is as by default
+        if version_of(saved) == 2:  # it names no quantizers, so the defaults apply
             saved = {**saved, "version": _VERSION}
         check_saved(saved, self._settings, _VERSION)
         kept = self._choices, self._settings, self._adaptation, self._step
         try:
             self._load(saved)
-        except Exception:  # what is refused changes nothing
+        except Exception:  # a refused checkpoint changes nothing
             self._choices, self._settings, self._adaptation, self._step = kept
             raise
 
@@ -396,7 +395,7 @@ class CGXState:
         self._drop_residuals_of_others()
 
     def _drop_residuals_of_others(self) -> None:
-        """Of parameters that the model does not have, or has in another size, once it is known."""
+        """Drop the residuals of parameters that the model lacks or has in another size, once the model is known."""
         dropped = (
             self._residuals.drop_waiting(lambda name, numel: self._numels.get(name) == numel) if self._names else []
         )
@@ -411,7 +410,7 @@ class CGXState:
         return {"state": self.state_dict(), "measure_every": self.measure_every}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        """On the default group, without names until `attach`; a GradScaler has to be given again."""
+        """Restore the state on the default group, without names until `attach`. A GradScaler must be given again."""
         self._begin(kept["state"]["settings"], None, None, kept["measure_every"])
         self._step = int(kept["state"]["step"])
         self._load_adaptation(kept["state"]["adaptive"])
@@ -433,7 +432,7 @@ def _is_first_rank() -> bool:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module, out of what DDP and torch.compile wrap around it."""
+    """Return the user's module, without what DDP and torch.compile wrap around it."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module

@@ -1,7 +1,7 @@
 """FSDP2 with compressed communication: `torch_cgx.fsdp.compress(model)`, after `fully_shard`.
 
-Gradients go by compressed reduce-scatters, weights by compressed all-gathers. Optimizers and checkpoints see nothing of
-it: sharded weights stay exact on their owner. What FSDP calls stands in `comms`, what is read of it in `internals`.
+Compressed reduce-scatters carry gradients, and compressed all-gathers carry weights. Optimizers and checkpoints are not
+affected: sharded weights stay exact on their owner. `comms` has what FSDP calls, `internals` what is read from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ONLY_MAXMIN = range(5, 9)  # bits
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is chosen for one parameter. One whose share on a rank has fewer than 16 values is exact all the same."""
+    """The compression chosen for one parameter. A share of fewer than 16 values on a rank is exact regardless."""
 
     name: str
     numel: int  # on all ranks together
@@ -40,19 +40,19 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """What `compress` has installed on a model."""
+    """A handle to what `compress` has installed on a model."""
 
     parameters: Sequence[Parameter]
     _installed: Sequence[tuple[Unit, AllGather, Claim | None]] = field(repr=False)
 
     @property
     def groups(self) -> tuple[ProcessGroupCGX, ...]:
-        """What carries it all, for `torch_cgx.stats`: FSDP's own groups where their backend is cgx, else others."""
+        """Return the groups in use, for `torch_cgx.stats`: FSDP's own if their backend is cgx, else others."""
         replicas = [replicas.group for _, _, replicas in self._installed if replicas is not None]
         return tuple(dict.fromkeys([*self._installed[0][1].groups.all(), *replicas]))
 
     def report(self) -> str:
-        """Return a table: every parameter, its values, and the bits of its gradients and weights (32: exact)."""
+        """Return a table of all parameters: number of values, and bits of gradients and weights (32: exact)."""
         rows = [("parameter", "values", "grad bits", "weight bits", "bucket size")]
         for each in self.parameters:
             exact = each.grad.is_exact and each.weight.is_exact
@@ -64,9 +64,9 @@ class Compressed:
         )
 
     def remove(self) -> None:
-        """Communicate as torch does again. All ranks must do so between the same two steps."""
+        """Restore torch's own communication. All ranks must call it between the same two steps."""
         for unit, all_gather, replicas in self._installed:
-            if unit.all_gather not in (all_gather, None):  # a later `compress`, or another's
+            if unit.all_gather not in (all_gather, None):  # installed later, by `compress` or by someone else
                 continue
             unit.communicate_as_torch_does()
             if replicas is not None:
@@ -83,20 +83,22 @@ def compress(
     overrides: Mapping[str, Mapping[str, int | str]] | None = None,
     min_numel: int = 1024,
 ) -> Compressed:
-    """Compress what FSDP2 sends for a model. All ranks must call it alike, after `fully_shard` and before a step.
+    """Compress what FSDP2 sends for a model.
 
-    Called again, it replaces what it installed before. With HSDP the mesh must have backend cgx, and all all_reduces on
-    its group of replicas are compressed. Parameters of one dimension (biases, norms) are exact.
+    All ranks must call it with identical arguments, after `fully_shard` and before a step. A later call replaces what
+    an earlier one installed. With HSDP the mesh must have backend cgx, and all all_reduces on its group of replicas are
+    compressed. One-dimensional parameters (biases, norms) are exact.
 
     Args:
-        model: one with modules that `fully_shard` has been applied to.
+        model: a model with modules that `fully_shard` has been applied to.
         grad_bits: 1 to 8, or 32: exact. Gradients are rounded as CGX_COMPRESSION_STOCHASTIC says.
         weight_bits: the same for weights, which are rounded at random, without bias, at every all-gather.
         bucket_size: how many values share a header.
-        quantizer: of gradients and weights: "maxmin", or "rotated", which takes 1 to 4 bits and a bucket size that is
-            a power of two from 64 to 4096. Weights of 5 to 8 bits are max-min with either: only it has such widths.
-        overrides: the same four for the parameters whose names match a pattern, as in
-            `{"*.attn.*": {"grad_bits": 8, "weight_bits": 8, "bucket_size": 512}}`; of several that match, the last.
+        quantizer: for gradients and weights: "maxmin", or "rotated", which takes 1 to 4 bits and a bucket size that is
+            a power of two from 64 to 4096. Weights of 5 to 8 bits use max-min with either, because it is enough there.
+        overrides: the same four for parameters whose names match a pattern, as in
+            `{"*.attn.*": {"grad_bits": 8, "weight_bits": 8, "bucket_size": 512}}`. If several patterns match, the last
+            one counts.
         min_numel: parameters with fewer values, on all ranks together, are exact.
     """
     if not isinstance(model, nn.Module):
@@ -128,7 +130,7 @@ def _install(
 ) -> list[tuple[Unit, AllGather, Claim | None]]:
     before = [unit.all_gather for unit in units if isinstance(unit.all_gather, AllGather)]
     groups = before[0].groups if before else Groups()
-    # Now, and not when they are first used, so that what is wrong with them is told here.
+    # Create groups now and not at their first use, so that their errors are raised here.
     for unit in units:
         for group in unit.shard_groups():
             if group.size() > 1:
@@ -136,7 +138,7 @@ def _install(
     for unit in units:
         if isinstance(unit.reduce_scatter, ReduceScatter) and unit.reduce_scatter.replicas is not None:
             unit.reduce_scatter.replicas.release()
-    # Where only overrides ask for bits, one of them turns compression on: the layers say where it holds.
+    # If only overrides ask for bits, one of them turns compression on; the layers say where it applies.
     across_all = next((each for each in (grad, *(p.grad for row in chosen for p in row)) if not each.is_exact), grad)
     claims: dict[Any, Claim] = {}
     installed = []
@@ -148,7 +150,7 @@ def _install(
         gather = AllGather(unit.params, [each.weight for each in row] if unit.params else (), weight, groups)
         grads = tuple(each.grad for each in row) if unit.params else ()
         numels = reduced_numels(unit.params)
-        if mine is not None and numels:  # a mesh of replicas alone has no reduce-scatter that would tell
+        if mine is not None and numels:  # a mesh of replicas alone has no reduce-scatter to announce them
             mine.expect(lay_out(numels, grads, mine.group.settings))
         unit.communicate_by(gather, ReduceScatter(unit.params, grads, grad, groups, mine))
         installed.append((unit, gather, mine))
@@ -169,7 +171,7 @@ def _check_replicas(unit: Unit) -> None:
 
 
 def _choose(model: nn.Module, units: Sequence[Unit], grads: Choices, weights: Choices) -> list[list[Parameter]]:
-    """For each unit, its parameters in order."""
+    """Return each unit's parameters in order."""
     prefixes = names_of_modules(model)
     named = [[(names_of(param, prefixes), param.sharded_param) for param in unit.params] for unit in units]
     if not any(named):  # this torch does not show them
@@ -179,7 +181,7 @@ def _choose(model: nn.Module, units: Sequence[Unit], grads: Choices, weights: Ch
     return [
         [
             Parameter(
-                found[0] if found else "",  # whose module has left the model
+                found[0] if found else "",  # its module has left the model
                 parameter.numel(),
                 grads.of(found, parameter.shape, parameter.numel()),
                 weights.of(found, parameter.shape, parameter.numel()),
@@ -198,7 +200,7 @@ def _read_choices(
     overrides: Mapping[str, Mapping[str, int | str]] | None,
     min_numel: int,
 ) -> tuple[Choices, Choices]:
-    """The rules for gradients and for weights."""
+    """Return the rules for gradients and for weights."""
     usual: dict[str, int | str] = dict(zip(_KEYS, (grad_bits, weight_bits, bucket_size, quantizer), strict=True))
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(f"overrides: expected a dict of dicts by patterns of names, got {shortened(overrides)}")

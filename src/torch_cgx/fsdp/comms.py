@@ -1,7 +1,7 @@
-"""The all-gather and the reduce-scatter that FSDP2 calls in place of torch's own: which layers lie in its flat tensors.
+"""The all-gather and the reduce-scatter that FSDP2 calls in place of torch's own.
 
-FSDP hands over tensors without a layout; what is known of the parameter group says which values are whose. The process
-groups do the rest. A pair of these belongs to one parameter group.
+FSDP passes flat tensors without a layout. These classes find the layers in them, from what is known of the parameter
+group, and the process groups do the rest. Each parameter group has its own pair.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("torch_cgx.fsdp")
 
 
 class Groups:
-    """The cgx group for each group of FSDP's: itself, or one beside it that is made once."""
+    """The cgx group for each of FSDP's groups: that group itself, or one beside it that is made once."""
 
     def __init__(self) -> None:
         self._found: dict[Any, ProcessGroupCGX] = {}
@@ -45,30 +45,30 @@ class Groups:
 
 @lru_cache(maxsize=1024)
 def lay_out(numels: tuple[int, ...], compressions: tuple[Compression, ...], settings: Settings) -> tuple[Layer, ...]:
-    """Consecutive layers of one rank's share. Those too small for a header are exact."""
+    """Return the consecutive layers of one rank's share. Layers too small for a header are exact."""
     return tuple(layer_of(numel, chosen, settings) for numel, chosen in zip(numels, compressions, strict=True))
 
 
 class _Comm:
-    """What both have: the parameters of a group in order, and what is chosen for each."""
+    """The base of both: the parameters of a group in order, and the compression chosen for each."""
 
     def __init__(
         self, params: Sequence[Any], compressions: Sequence[Compression], whole: Compression, groups: Groups
     ) -> None:
         self._params = tuple(params)
         self._compressions = tuple(compressions)
-        self._whole = whole  # of a flat tensor of which nothing more is known
+        self._whole = whole  # for a flat tensor whose layers are not known
         self.groups = groups
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Where FSDP lays out what it sends and receives."""
+        """Return a new tensor in which FSDP lays out what it sends or receives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class AllGather(_Comm):
-    """Weights, rounded at random so that what all ranks compute with is right on average.
+    """An all-gather of weights, rounded at random so that what all ranks compute with is right on average.
 
-    Their owner has them exactly, in memory that is not touched here.
+    Each owner keeps its weights exact, in memory that is not touched here.
     """
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -87,7 +87,10 @@ class AllGather(_Comm):
 
 
 class ReduceScatter(_Comm):
-    """Gradients, rounded as the group rounds. For HSDP it also announces what will be averaged across replicas."""
+    """A reduce-scatter of gradients, rounded as the group rounds.
+
+    With HSDP it also announces what will be averaged across replicas.
+    """
 
     def __init__(
         self,
@@ -113,9 +116,10 @@ class ReduceScatter(_Comm):
         return _returned(work, async_op)
 
     def _layers(self, numel: int, settings: Settings) -> tuple[Layer, ...]:
-        """Only parameters that got gradients are in it, and nobody says which: what adds up tells.
+        """Return the layers of a flat tensor, which holds only parameters that got gradients.
 
-        Where nothing does, all of it is one layer, with the finest codec of any parameter that may be in it.
+        FSDP does not say which those are, so they are found by adding up sizes. If no sizes add up, all of it is one
+        layer, with the finest codec of any parameter that may be in it.
         """
         numels = reduced_numels(self._params)
         if numels:
@@ -137,7 +141,7 @@ class ReduceScatter(_Comm):
 
 
 def _returned(work: Any, async_op: bool) -> Any:
-    """As torch.distributed returns it."""
+    """Return the work, or wait for it and return None, as torch.distributed does."""
     if async_op:
         return work
     work.wait()

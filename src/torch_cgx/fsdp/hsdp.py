@@ -1,7 +1,7 @@
-"""HSDP's all_reduce across replicas, which no hook of FSDP's reaches: it is compressed by settings on its group.
+"""HSDP's all_reduce across replicas, which no FSDP hook reaches: settings on its group compress it.
 
-FSDP calls it by itself right after a reduce-scatter, on what came out of that, so the reduce-scatter tells the group in
-good time which layers will come.
+FSDP calls it right after a reduce-scatter, on the result, so the reduce-scatter announces to the group which layers
+will come.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Claim", "Replicas", "fineness", "finest"]
 
 
 class Replicas:
-    """One replicate group, and all who expect something of it: models may share a mesh."""
+    """One replicate group, and all claims on it: models may share a mesh."""
 
     _of: ClassVar[weakref.WeakKeyDictionary[ProcessGroupCGX, Replicas]] = weakref.WeakKeyDictionary()
 
@@ -30,7 +30,7 @@ class Replicas:
 
     @classmethod
     def of(cls, group: ProcessGroupCGX) -> Replicas:
-        """The only one of this group."""
+        """Return the only instance for this group."""
         found = cls._of.get(group)
         if found is None:
             found = cls._of[group] = cls(group)
@@ -43,7 +43,7 @@ class Replicas:
         return group
 
     def claim(self, whole: Compression) -> Claim:
-        """`whole`: for all_reduces of a length that nobody has announced; of several claims the finest holds."""
+        """Add a claim; `whole` is for all_reduces of unannounced lengths, where the finest of several claims counts."""
         claim = Claim(self, whole)
         self._claims.append(claim)
         self.tell()
@@ -55,7 +55,7 @@ class Replicas:
             self.tell()
 
     def tell(self) -> None:
-        """Tell the group what is expected of it. It knows layers by their total alone: of several, all cuts hold."""
+        """Tell the group which layers to expect. It knows them by their total alone, so equal totals share all cuts."""
         if not self._claims:
             self.group.override_compression(None)
             return
@@ -68,12 +68,12 @@ class Replicas:
 
 
 class Claim:
-    """What one call of `compress` expects of a replicate group."""
+    """The expectations of one call of `compress` on a replicate group."""
 
     def __init__(self, replicas: Replicas, whole: Compression) -> None:
         self._replicas = replicas
         self.whole = whole
-        self.known: dict[int, tuple[Layer, ...]] = {}  # by the values that they have together
+        self.known: dict[int, tuple[Layer, ...]] = {}  # by their total number of values
         self._heard: set[tuple[Layer, ...]] = set()
 
     @property
@@ -81,7 +81,7 @@ class Claim:
         return self._replicas.group
 
     def expect(self, layers: tuple[Layer, ...]) -> None:
-        """An all_reduce of these comes."""
+        """Announce an all_reduce of these layers."""
         if layers in self._heard:
             return
         self._heard.add(layers)
@@ -91,12 +91,12 @@ class Claim:
         self._replicas.tell()
 
     def release(self) -> None:
-        """Nothing more is expected: what is not FSDP's counts for the group again."""
+        """Drop the claim; without any claims, the group's other settings apply again."""
         self._replicas.drop(self)
 
 
 def finest(one: tuple[Layer, ...], other: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Layers of the same total, cut wherever either is cut, with the codec of the two that loses less."""
+    """Return layers of the same total, cut wherever either is cut, with the codec of the two that loses less."""
     if one == other:
         return one
     ends = [list(accumulate(layer.numel for layer in layers)) for layers in (one, other)]
@@ -114,7 +114,7 @@ def finest(one: tuple[Layer, ...], other: tuple[Layer, ...]) -> tuple[Layer, ...
 
 
 def fineness(codec: Codec) -> tuple[int, bool, int]:
-    """Return a key by which codecs that lose less come later.
+    """Return a sort key that puts codecs that lose less later.
 
     More bits lose less, and 32 lose nothing. At the same bits rotated values lose less than max-min's, and those in
     smaller blocks less than those in larger ones.

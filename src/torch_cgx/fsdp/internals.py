@@ -1,7 +1,7 @@
-"""What FSDP2 knows of a model and has no public name for: its parameter groups, and what lies where in their tensors.
+"""FSDP2's parameter groups and the layout of their tensors, for which it has no public names.
 
-The only reader of torch's private names, and only what is there is read: where a torch has other names, modules are
-still found, and each flat tensor counts as one layer. Nothing is compressed or sent here.
+Only this module reads FSDP's private names, and only those that exist: if a version of torch has other names, modules
+are still found, and each flat tensor counts as one layer. Nothing is compressed or sent here.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Unit:
 
     module: Any  # the first FSDPModule that has it
     group: Any  # torch's FSDPParamGroup; None: this torch does not show it
-    is_only: bool  # of its module: torch takes communication of one's own for these alone
+    is_only: bool  # in its module: only then torch accepts custom communication
     params: tuple[Any, ...]  # its FSDPParams, in the order of its tensors
 
     def shard_groups(self) -> list[Any]:
-        """The process groups that gather and reduce its shards, first of them the one of its mesh."""
+        """Return the process groups that gather and reduce its shards, its mesh's own first."""
         found: list[Any] = []
         for mesh in (getattr(self.group, "mesh_info", None), getattr(self.group, "post_forward_mesh_info", None)):
             for name in ("shard_process_group", "reduce_scatter_process_group"):
@@ -49,7 +49,7 @@ class Unit:
 
     @property
     def replicate_group(self) -> Any:
-        """What averages across replicas after each reduce-scatter; None: there is one alone (this is not HSDP)."""
+        """Return the group that averages across replicas after each reduce-scatter, or None without HSDP."""
         found = getattr(getattr(self.group, "mesh_info", None), "replicate_process_group", None)
         return found if found is not None and found.size() > 1 else None
 
@@ -67,17 +67,17 @@ class Unit:
 
     @property
     def all_gather(self) -> Any:
-        """What gathers now; None where this torch does not tell."""
+        """Return the installed all-gather, or None if this torch does not show it."""
         return getattr(self.group, "_all_gather_comm", None)
 
     @property
     def reduce_scatter(self) -> Any:
-        """What reduces now; None where this torch does not tell."""
+        """Return the installed reduce-scatter, or None if this torch does not show it."""
         return getattr(self.group, "_reduce_scatter_comm", None)
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Of all modules that `fully_shard` has been applied to, in the order of the model."""
+    """Return the units of all modules that `fully_shard` has been applied to, in the order of the model."""
     units: list[Unit] = []
     states: list[Any] = []
     for module in model.modules():
@@ -99,7 +99,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def _param_groups(state: Any) -> list[Any] | None:
-    """None: this torch does not show them."""
+    """Return a state's parameter groups, or None if this torch does not show them."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     if hasattr(state, "_fsdp_param_group"):
@@ -108,13 +108,13 @@ def _param_groups(state: Any) -> list[Any] | None:
 
 
 def _params(group: Any) -> tuple[Any, ...]:
-    """In the order of its tensors; none, where this torch does not tell what they are called."""
+    """Return a group's parameters in the order of its tensors; empty if this torch does not show their names."""
     found = tuple(getattr(group, "fsdp_params", ()))
     return found if all(hasattr(each, name) for each in found for name in ("_module_info", "sharded_param")) else ()
 
 
 def names_of_modules(model: nn.Module) -> dict[int, list[str]]:
-    """The prefixes of parameters' names by the identity of their module: several, where one is shared."""
+    """Return the prefixes of parameters' names by the identity of their module; a shared one has several."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(clean(f"{name}." if name else ""))
@@ -122,14 +122,14 @@ def names_of_modules(model: nn.Module) -> dict[int, list[str]]:
 
 
 def clean(name: str) -> str:
-    """A name as it is in the user's own module."""
+    """Return a name as it is in the user's own module."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def names_of(param: Any, prefixes: Mapping[int, Sequence[str]]) -> list[str]:
-    """The names of an FSDPParam, whether or not it is the one that the module holds at this moment."""
+    """Return the names of an FSDPParam, whether or not it is the one that the module holds at this moment."""
     return list(dict.fromkeys(_names_of(param._module_info, prefixes)))
 
 
@@ -141,7 +141,7 @@ def _names_of(info: Any, prefixes: Mapping[int, Sequence[str]]) -> Iterator[str]
 
 
 def gathered_numels(params: Sequence[Any]) -> tuple[int, ...] | None:
-    """How many values each parameter has in this rank's share of an all-gather that begins now; None: not known."""
+    """Return each parameter's number of values in this rank's share of an all-gather now, or None if unknown."""
     try:
         return tuple(
             param._sharded_post_forward_param_data.numel()
@@ -154,12 +154,12 @@ def gathered_numels(params: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def is_extended(params: Sequence[Any]) -> bool:
-    """Whether tensors of the user's own say what is gathered: their code, not weights."""
+    """Return whether the user's own tensor types define what is gathered: their encoding, not weights."""
     return any(hasattr(getattr(param, "_sharded_local_tensor", None), "fsdp_pre_all_gather") for param in params)
 
 
 def reduced_numels(params: Sequence[Any]) -> tuple[int, ...] | None:
-    """How many values each parameter has in this rank's share of a reduce-scatter, with padding; None: not known."""
+    """Return each parameter's padded number of values in this rank's reduce-scatter share, or None if unknown."""
     try:
         return tuple(param.padded_sharded_param_size.numel() for param in params)
     except AttributeError:

@@ -1,8 +1,8 @@
-"""What a kernel is: the four operations that touch values, and the tables they are told with.
+"""The kernel interface: the four operations that touch values, and the tables that describe their work.
 
-Every kernel set (plain torch, native, Triton) does the same four things to the same bytes, which
-docs/wire_format.md fixes; `reference.py` is the oracle of all others. Kernels know pieces of one flat tensor
-and payloads, nothing of ranks, slots or transports.
+Every kernel set (plain torch, native, Triton) has the same four operations and produces identical bytes, which
+docs/wire_format.md defines. `reference.py` is the oracle for all others. Kernels know pieces of one flat tensor and
+payloads, but not ranks, slots or transports.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Piece:
     numel: int
     bits: int
     block: int  # values that share a header
-    raw_tail: int  # so many of the last values are sent raw, in the tensor's dtype
+    raw_tail: int  # number of last values that are sent raw, in the tensor's dtype
     payload: int  # where its bytes start inside the slot, a multiple of 8
     kind: int  # of its codec
 
     @classmethod
     def of(cls, codec: Codec, offset: int, numel: int, payload: int = 0) -> Piece:
-        """Return the piece of so many values that this codec encodes."""
+        """Return a piece of `numel` values that this codec encodes."""
         return cls(offset, numel, codec.bits, codec.block, codec.raw_tail(numel), payload, codec.kind)
 
     @property
@@ -43,7 +43,7 @@ class Piece:
 
     @property
     def codec(self) -> Codec:
-        """Return the codec, for its lengths; an incomplete last block is sent raw where this piece says so."""
+        """Return the codec, for its lengths; an incomplete last block is sent raw if this piece says so."""
         if self.is_raw:
             return RAW
         return family_of(self.kind).make(self.bits, self.block, self.raw_tail > 0)
@@ -51,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How an encoder rounds to levels. All fields but the first only matter to stochastic rounding."""
+    """An encoder's rounding to levels. All fields but the first matter only to stochastic rounding."""
 
     stochastic: bool = False
     seed: int = 0
@@ -73,8 +73,8 @@ class Kernels(Protocol):
     `out` are one slot each (uint8, 1-D, contiguous), which pieces index by theirs. Every byte of a piece's
     payload is written, the padding too. All work in place.
 
-    `residual`, if given, is a float32 tensor as long as `values`: what encoding loses of each value is written
-    there (0 where it travels raw), but nothing in blocks that hold a NaN or an infinity.
+    `residual`, if given, is a float32 tensor as long as `values`. What encoding loses of each value is written
+    there (0 for raw values), but nothing for blocks that hold a NaN or an infinity.
     """
 
     @property
@@ -105,9 +105,9 @@ class Kernels(Protocol):
     ) -> None:
         """Add the decoded payloads to the values, in order; scale; encode into `out`; decode that back.
 
-        So the values end as what everybody who decodes `out` gets, to the bit. The residual is divided by the scale:
-        what the sum, not the mean, has lost.
+        So the values end bit-identical to what any rank gets from decoding `out`. The residual is divided by the
+        scale: it is what the sum, not the mean, has lost.
         """
 
     def sum(self, pieces: Sequence[Piece], values: Tensor, payloads: Sequence[Tensor], scale: float) -> None:
-        """Add the decoded payloads, of which there is at least one, to the values, in order; scale; round once."""
+        """Add the decoded payloads (at least one) to the values, in order; scale; round once."""

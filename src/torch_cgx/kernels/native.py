@@ -27,38 +27,38 @@ __all__ = [
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 _SIMD_NAMES = ("scalar", "avx2", "avx512", "neon")
-_MOST_THREADS = 4  # by default: memory is as fast as a few cores ask
+_MOST_THREADS = 4  # by default: a few cores saturate the memory
 
 
 def available() -> bool:
-    """Whether the native library is there."""
+    """Return whether the native library is available."""
     return _native.library() is not None
 
 
 def simd_levels() -> list[str]:
-    """The levels that this processor runs and the library was built with."""
+    """Return the levels that this processor runs and the library was built with."""
     lib = _native.library()
     return [] if lib is None else [name for i, name in enumerate(_SIMD_NAMES) if lib.cgx_simd_available(i)]
 
 
 def simd_level(forced: str | None = None) -> str:
-    """The name of the level that the kernels run at; "none" without the native library."""
+    """Return the name of the level that the kernels run at; "none" without the native library."""
     return _SIMD_NAMES[means(forced).simd] if available() else "none"
 
 
 def thread_count(asked: int | None, ranks_here: int = 1) -> int:
-    """How many threads a large call takes: as asked, or torch's number, within this rank's share of the cores."""
+    """Return the threads per large call: as asked, or torch's number within this rank's share of the cores."""
     share = _cores() // ranks_here
     return asked or max(1, min(torch.get_num_threads(), _MOST_THREADS, share))
 
 
 def _cores() -> int:
-    """Those that this process may use, where the system says (Linux); else those of the machine."""
+    """Return how many cores this process may use if the system says (Linux), else how many the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def means(simd: str | None = None, threads: int = 1) -> _native.Means:
-    """What the library is told: the forced level, which this processor must have, or the best it has; and threads."""
+    """Return the level (the forced one, which this processor must have, or the best) and threads for the library."""
     lib = _native.library()
     if lib is None:
         raise RuntimeError("torch_cgx was installed without its native library")
@@ -71,7 +71,7 @@ def means(simd: str | None = None, threads: int = 1) -> _native.Means:
 
 
 class NativeKernels:
-    """`torch_cgx.kernels.Kernels` by the native library."""
+    """The native library's `torch_cgx.kernels.Kernels`."""
 
     def __init__(self, simd: str | None = None, threads: int = 1) -> None:
         self._means = means(simd, threads)
@@ -134,7 +134,7 @@ class NativeKernels:
     def _table(
         self, pieces: Sequence[Piece], values: Tensor, *payloads: Tensor
     ) -> tuple[ctypes.Array[_native.Piece], int]:
-        """The C table, once it is certain that no piece reaches outside of a tensor: the library trusts it."""
+        """Return the C table after checking that no piece reaches outside of a tensor; the library trusts it."""
         if values.dtype not in DTYPES or not values.is_contiguous() or values.device.type != "cpu":
             raise TypeError(f"values: expected a contiguous float CPU tensor, got {values.dtype} on {values.device}")
         table = _tables(pieces, DTYPES[values.dtype])
@@ -157,7 +157,7 @@ class _Table:
 
 
 class _Tables:
-    """Tables by the very object they were made of: to look at 200 pieces takes longer than to encode them."""
+    """A cache of tables by the identity of their pieces: comparing 200 pieces takes longer than encoding them."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], _Table] = {}
@@ -191,7 +191,7 @@ def _make_table(pieces: Sequence[Piece], dtype: int) -> _Table:
 
 
 def default_kernels(simd: str | None = None, threads: int = 1) -> Kernels:
-    """The best kernels for CPU tensors that this installation has."""
+    """Return the best kernels for CPU tensors that this installation has."""
     return NativeKernels(simd, threads) if available() else ReferenceKernels()
 
 
@@ -200,7 +200,7 @@ def _rounding(rounding: Rounding) -> _native.Rounding:
 
 
 def _residual(residual: Tensor | None, values: Tensor) -> int | None:
-    """Its address, once it is certain that it has a place for every value."""
+    """Return the residual's address after checking that it has room for every value."""
     if residual is None:
         return None
     if residual.dtype != torch.float32 or not residual.is_contiguous() or residual.numel() < values.numel():

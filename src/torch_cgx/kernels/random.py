@@ -1,8 +1,8 @@
 """The counter-based random numbers of stochastic rounding, in plain torch.
 
 A number depends only on (seed, operation, rank, stage, the value's index in its tensor), so that every kernel
-draws the same ones in any order and on any number of threads. Not a generator for anything else: 16 bits a
-value, and no secret. docs/wire_format.md defines it; every other kernel set repeats it to the bit.
+draws the same ones in any order and on any number of threads. It is no generator for anything else: it has 16 bits
+per value and is not secret. docs/wire_format.md defines it; every other kernel set repeats it to the bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(z: int) -> int:
-    """SplitMix64's finalizer: each bit of the input moves about half of the output's bits."""
+    """Apply SplitMix64's finalizer: each bit of the input flips about half of the output's bits."""
     z ^= z >> 30
     z = z * 0xBF58476D1CE4E5B9 & _MASK64
     z ^= z >> 27
@@ -29,7 +29,7 @@ def mix64(z: int) -> int:
 
 
 def key(rounding: Rounding) -> tuple[int, int]:
-    """The two 32-bit keys of one rank's roundings in one stage of an operation."""
+    """Return the two 32-bit keys of one rank's roundings in one stage of an operation."""
     k = mix64((rounding.seed + _GOLDEN) & _MASK64)
     for word in (rounding.op, rounding.rank << 32 | rounding.stage):
         k = mix64(((k ^ word & _MASK64) + _GOLDEN) & _MASK64)
@@ -37,7 +37,7 @@ def key(rounding: Rounding) -> tuple[int, int]:
 
 
 def random16(rounding: Rounding, start: int, numel: int) -> Tensor:
-    """Whole numbers below 65536, as int64, for the values start to start + numel of a tensor."""
+    """Return whole numbers below 65536, as int64, for the values start to start + numel of a tensor."""
     index = torch.arange(start, start + numel, dtype=torch.int64, device="cpu")
     return (random_pairs(key(rounding), (index >> 1) & _MASK32) >> ((index & 1) << 4)) & 0xFFFF
 

@@ -28,7 +28,7 @@ _RAW = (*_QUANTIZABLE, torch.float64)
 
 
 class ReferenceKernels:
-    """`torch_cgx.kernels.Kernels` on CPU tensors, with nothing but torch."""
+    """`torch_cgx.kernels.Kernels` on CPU tensors in plain torch."""
 
     name = "reference"
 
@@ -156,12 +156,12 @@ def _raw_span(piece: Piece, values: Tensor) -> _RawSpan:
 
 
 def _widen(x: Tensor) -> Tensor:
-    """To the type that sums are made in: float32, for float64 itself."""
+    """Convert to the type that sums are made in: float32, or float64 for float64."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the dtype, nearest even. NaN becomes the quiet one: the bits that torch makes depend on the CPU."""
+    """Round to the dtype, nearest even. NaN becomes the quiet one: the bits that torch makes depend on the CPU."""
     return torch.where(torch.isnan(x), torch.tensor(math.nan, dtype=dtype, device="cpu"), x.to(dtype))
 
 

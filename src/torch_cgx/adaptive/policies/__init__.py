@@ -1,4 +1,4 @@
-"""The policies: each a pure function from what is known of the layers, and a budget, to one candidate a layer.
+"""The policies: pure functions from layers and a budget to one candidate per layer.
 
 They neither quantize nor send, and the same layers and budget always give the same allocation. A new policy is one file
 beside these and one line here.

@@ -1,17 +1,17 @@
-"""Bayes: searches the allocation that minimises size^a * error, trying next what the tries so far make likely.
+"""Bayes: a search for the allocation that minimizes size^a * error, guided by the tries so far.
 
-Size is the sum of bytes, error the sum of squared errors, both over those of the reference. Where error falls fourfold
-with each bit, size^a * error grows with the bits below a / (2 ln 2) bits, and falls above. So
+Size is the sum of bytes and error the sum of squared errors, both relative to the reference. If each bit divides the
+error by four, size^a * error grows with the bits below a / (2 ln 2) bits, and falls above. So
 
     a = 16 ln 2     for the fewest bytes: a bit less pays at every width up to 8, and the limit of error holds it back
     a = 1           for the least error: a bit more pays at every width, and the limit of bytes holds it back
 
-(1 for both would take 8 bits where bytes are to be few.) Whatever is outside the limit comes after all that is inside.
+(With 1 for both, 8 bits would win even for the fewest bytes.) Tries outside the limit rank after all tries inside it.
 
 1. Layers with similar curves (the logarithm of the error for each value, by width) form at most 8 groups (k-means):
    the search, by tree-structured Parzen estimators (optuna), is good at few dimensions only.
-2. It tries the reference's bits for all, then so many widths by group as `_TRIALS` says.
-3. Of these the one that the budget finds best is taken; the reference, where that is better.
+2. It tries the reference's bits for all, then other widths by group, `_TRIALS` tries in total.
+3. The try that the budget ranks best is taken, or the reference if that is better.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _SEED = 0
 _GROUPS = 8
 _TRIALS = 128  # about a second
 _EXPONENTS = {"bytes": 16 * math.log(2), "error": 1.0}
-_LEAST = 2.0**-64  # of the reference, or of the largest: what is less, such as 0, counts as this
+_LEAST = 2.0**-64  # relative to the reference, or the largest: smaller values, such as 0, count as this
 _OUTSIDE = 1e6  # more than any logarithm of size^a * error
 
 
 def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
-    """Within the limit where the reference is."""
+    """Return an allocation that is within the limit if the reference is."""
     optuna = _optuna()
     if not layers:
         return []
@@ -51,7 +51,7 @@ def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
     exponent = _EXPONENTS[budget.least]
 
     def score(cost: float, weight: float) -> float:
-        """The logarithm of size^a * error, its unit of weight being the limit, which moves no minimum."""
+        """Return the logarithm of size^a * error, with the limit as the unit of weight, which moves no minimum."""
         log_cost, log_weight = _log(cost, cost_unit), _log(weight, limit)
         if weight > limit:
             return _OUTSIDE + log_weight
@@ -81,7 +81,7 @@ def _optuna() -> Any:
 
 
 def _study(optuna: Any) -> Any:
-    """A search of its own; making one logs a line, which nobody asked for."""
+    """Return a new study, without the line that optuna logs about it."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

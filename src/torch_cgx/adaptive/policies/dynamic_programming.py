@@ -5,13 +5,13 @@ its solution by dynamic programming are L-GreCo's, arXiv 2210.17357):
 
     best(i, d) = min over candidates of layer i of  c + best(i - 1, d - ceil(w / step))      d = 0 .. D, step = W / D
 
-1. One price for all layers (greedy.py) gives a good allocation and a bound below which none can cost.
-2. A candidate that alone costs more above the bound than that allocation has in hand cannot be in a better one: out.
+1. One price for all layers (greedy.py) gives a good allocation, and a bound that no allocation can undercut.
+2. A candidate that alone raises the bound above that allocation's cost cannot be in a better one, and is dropped.
    Of hundreds of layers this leaves a few with more than one candidate, so that D steps are fine ones.
-3. Dynamic programming over those few, counting weight above each layer's least.
+3. Dynamic programming runs over those few, counting weight above each layer's least.
 
-Rounding up never breaks the limit. What it may lose: the result costs at most what the best allocation costs within
-W - n * step, n being the number of layers left in 3; or 1e-5 of its cost, within which of the bound 1 is good enough.
+Rounding up never breaks the limit. The result costs at most as much as the best allocation within W - n * step, with n
+the number of layers left in 3. An allocation of step 1 within 1e-5 of its cost of the bound is not improved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GOOD_ENOUGH = 1e-5  # of the cost: an allocation so near to the bound is not im
 
 
 def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
-    """Within the limit where any allocation is, else as near to it as there is."""
+    """Return an allocation within the limit if there is one, else the nearest to it."""
     if not layers:
         return []
     problem = Problem.of(layers, budget)
@@ -54,7 +54,7 @@ def _candidates(layers: Sequence[LayerStats], choice: Choice) -> list[Candidate]
 
 
 def _improve(problem: Problem, choice: Choice, price: float, bound: float) -> Choice:
-    """Steps 2 and 3."""
+    """Improve the choice by steps 2 and 3."""
     cost = problem.cost(choice)
     with np.errstate(invalid="ignore"):
         total = problem.costs + price * problem.weights
@@ -79,12 +79,12 @@ def _improve(problem: Problem, choice: Choice, price: float, bound: float) -> Ch
 
 
 def _fill(costs: np.ndarray, weights: np.ndarray, room: float, steps: int) -> Choice:
-    """Step 3: which candidate of each layer."""
+    """Choose each layer's candidate by step 3."""
     with np.errstate(divide="ignore", invalid="ignore"):
         units = np.where(weights > 0, np.ceil(weights / (room / steps) if room > 0 else np.inf), 0.0)
     worth = _worth_trying(costs, units, steps)
     most = [int(units[layer, numbers[-1]]) for layer, numbers in enumerate(worth)]
-    order = np.argsort(most, kind="stable").tolist()  # those last that need a long table
+    order = np.argsort(most, kind="stable").tolist()  # layers that need a long table come last
     reach = np.minimum(np.cumsum(np.array(most)[order]), steps).tolist()
     best = np.zeros(1)  # the least cost of the layers so far, with at most so many steps; more make no difference
     taken = []
@@ -109,7 +109,7 @@ def _fill(costs: np.ndarray, weights: np.ndarray, room: float, steps: int) -> Ch
 
 
 def _worth_trying(costs: np.ndarray, units: np.ndarray, steps: int) -> list[list[int]]:
-    """The candidates of each layer that cost less than every one with as few steps, in the order of steps."""
+    """Return each layer's candidates that cost less than all with no more steps, in the order of steps."""
     order = np.lexsort((costs, units))
     ordered = np.where(np.take_along_axis(units, order, 1) <= steps, np.take_along_axis(costs, order, 1), np.inf)
     before = np.minimum.accumulate(ordered, 1)[:, :-1]

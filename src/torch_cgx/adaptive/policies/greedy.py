@@ -1,6 +1,6 @@
 """Greedy: one price for all layers, and then what still fits.
 
-With c the cost that is to be small and w the weight that is limited to W, each layer by itself takes
+With c the cost that is to be small and w the weight that is limited to W, each layer takes
 
     argmin over its candidates of  c + p * w
 
@@ -9,7 +9,7 @@ than
 
     bound(p) = sum over layers of min(c + p * w) - p * W          (Lagrange)
 
-What W has left is then spent on single layers, those first that save the most cost for their weight.
+What is left of W is then spent on single layers, first on those that save the most cost per weight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Choice = npt.NDArray[np.int64]  # the number of a candidate for each layer
 
 @dataclass(frozen=True)
 class Problem:
-    """Cost and weight of candidate j of layer i, infinity where a layer has fewer; and the limit of weight."""
+    """Cost and weight of candidate j of layer i (infinity if a layer has fewer), and the limit on weight."""
 
     costs: Numbers
     weights: Numbers
@@ -57,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """The choice that one price leads to; `bound` is what no choice within the limit can undercut."""
+    """The choice that one price leads to. No choice within the limit costs less than `bound`."""
 
     choice: Choice
     price: float
@@ -65,7 +65,7 @@ class Relaxed:
 
 
 def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
-    """Within the limit where any allocation is, else as near to it as there is."""
+    """Return an allocation within the limit if there is one, else the nearest to it."""
     if not layers:
         return []
     problem = Problem.of(layers, budget)
@@ -76,7 +76,7 @@ def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
 
 
 def relax(problem: Problem) -> Relaxed:
-    """The lowest price, and what it leads to."""
+    """Return the lowest price that keeps the limit, and the choice that it leads to."""
     costs, weights = problem.costs, problem.weights
     lightest = _lightest(problem)
     if problem.weight(lightest) >= problem.limit:
@@ -105,7 +105,7 @@ def relax(problem: Problem) -> Relaxed:
 
 
 def _lightest(problem: Problem) -> Choice:
-    """Of those that weigh the same, the cheapest."""
+    """Return each layer's lightest candidate, the cheapest if several weigh the same."""
     lightest = problem.weights.min(1, keepdims=True)
     choice: Choice = np.where(problem.weights == lightest, problem.costs, np.inf).argmin(1)
     return choice
@@ -119,7 +119,7 @@ def _at_price(problem: Problem, price: float) -> Choice:
 
 
 def spend(problem: Problem, choice: Choice) -> Choice:
-    """Better candidates for single layers, as long as the limit admits them."""
+    """Return the choice with better candidates for single layers, as long as the limit admits them."""
     choice = choice.copy()
     rows = np.arange(len(choice))
     cost, weight = problem.costs[rows, choice], problem.weights[rows, choice]

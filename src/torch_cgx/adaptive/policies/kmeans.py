@@ -1,16 +1,16 @@
-"""K-means: layers that are alike in size and norm get the same bits, those with the smallest norm the fewest.
+"""K-means: layers of similar size and norm get the same bits, and the smallest norms get the fewest.
 
-As in CGX (arXiv 2111.08617):
+The algorithm of CGX (arXiv 2111.08617):
 
 1. A layer is the point (numel, norm), whitened: less the mean of all layers, over their standard deviation.
 2. The points are clustered into as many groups as there are widths (k-means, Lloyd's algorithm).
 3. Groups ordered by their mean norm take the widths in ascending order.
 
-That knows no budget. So 3. is done for every range lo..hi of neighbouring widths:
+That ignores the budget, so step 3 is repeated for every range lo..hi of neighbouring widths:
 
     width number round(lo + (hi - lo) * g / (K - 1))          for group g = 0 .. K - 1
 
-and the allocation is the one of them that the budget finds best; the reference, where that is better.
+The result is the allocation that the budget ranks best, or the reference if that is better.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["allocate", "cluster"]
 
 _SEED = 0
 _RESTARTS = 5  # the best is taken
-_ROUNDS = 50  # most of a restart; it ends where no point changes its group
+_ROUNDS = 50  # at most, per restart, which ends when no point changes its group
 
 
 def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
-    """Within the limit where the reference is."""
+    """Return an allocation that is within the limit if the reference is."""
     if not layers:
         return []
     widths = Widths.of(layers, budget)
@@ -52,7 +52,7 @@ def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
 
 
 def cluster(points: Numbers, most: int) -> Integers:
-    """The group of each point, from 0 on without a gap, at most so many: k-means, the best of several starts."""
+    """Return each point's group, from 0 without gaps, of at most `most`: k-means, the best of several starts."""
     most = min(most, len(np.unique(points, axis=0)))
     random = np.random.default_rng(_SEED)
     least, best = np.inf, np.zeros(len(points), dtype=np.int64)
@@ -71,7 +71,7 @@ def _whitened(points: Numbers) -> Numbers:
 
 
 def _spread(points: Numbers, count: int, random: np.random.Generator) -> Numbers:
-    """Centres to start from, each drawn by its squared distance from those before (k-means++)."""
+    """Return initial centres, each drawn by its squared distance from the previous ones (k-means++)."""
     chosen = [int(random.random() * len(points))]
     nearest = np.full(len(points), np.inf)
     while len(chosen) < count:
@@ -82,7 +82,7 @@ def _spread(points: Numbers, count: int, random: np.random.Generator) -> Numbers
 
 
 def _lloyd(points: Numbers, centres: Numbers) -> tuple[Integers, float]:
-    """The group of each point, and the sum of squared distances to the centres."""
+    """Return each point's group, and the sum of squared distances to the centres."""
     groups = np.full(len(points), -1)
     for _ in range(_ROUNDS):
         distances = ((points[:, None] - centres) ** 2).sum(2)

@@ -1,13 +1,13 @@
 """Linear: bits from the logarithm of a layer's error relative to the largest.
 
-With e the squared error of a layer at the reference, for each of its values,
+With e the squared error per value of a layer at the reference,
 
     bits = b0 + 1/2 * log2(e / largest e)          rounded to the nearest of the widths
 
-One more bit makes the error a fourth. Were that exact, and bits not rounded, then with the slope 1/2 every layer would
-gain as much by another byte: no allocation could be better. What remains to be chosen is b0, the bits of the layer
-with the largest error. With b0 the allocation changes where a layer comes half-way between two widths; all those b0
-are tried, and the one that the budget finds best is taken; the reference, where that is better.
+One more bit divides the error by about four. If that were exact and bits were not rounded, then with slope 1/2 every
+layer would gain equally from another byte, and no allocation could be better. That leaves the choice of b0, the bits of
+the layer with the largest error. The allocation changes at each b0 that puts a layer half-way between two widths. All
+of these are tried, and the one that the budget ranks best is taken, or the reference if that is better.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch_cgx.adaptive.widths import Integers, Numbers, Widths
 __all__ = ["allocate"]
 
 _SLOPE = 0.5
-_LEAST = 2.0**-64  # of the largest e: what is less, such as 0, counts as this
+_LEAST = 2.0**-64  # relative to the largest e: smaller values, such as 0, count as this
 
 
 def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
-    """Within the limit where the reference is."""
+    """Return an allocation that is within the limit if the reference is."""
     if not layers:
         return []
     widths = Widths.of(layers, budget)
@@ -42,7 +42,7 @@ def allocate(layers: Sequence[LayerStats], budget: Budget) -> list[Candidate]:
 
 
 def _best(turns: Numbers, widths: Widths) -> float:
-    """Cost and weight of all allocations, in the order of b0, are sums of what the turns so far have changed."""
+    """Return the best b0. In its order, costs and weights are running sums of the changes at each turn."""
     order = np.argsort(turns, axis=None, kind="stable")
     b0 = np.append(-np.inf, turns.ravel()[order])
     costs, weights = (
