@@ -1,6 +1,7 @@
 """Sums of payloads, made of decoding: for kernel sets without one call that does it.
 
 Summed in float32 (float64 tensors: in float64). Nothing here makes the host wait for the tensors' device.
+For raw and max-min pieces only: a sum of rotated payloads is not the sum of what they decode to.
 """
 
 from __future__ import annotations
