@@ -624,3 +624,28 @@ def test_a_table_of_pieces_of_both_codecs_touches_nothing_else() -> None:
 def test_float64_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"expected one of .*got torch\.float64"):
         encode(torch.zeros(64, dtype=torch.float64), Rotated(2, 64))
+
+
+def test_nothing_depends_on_the_default_dtype_and_device() -> None:
+    codec, numel, rounding = Rotated(3, 64), 300, Rounding(stochastic=True, seed=3, op=4)
+    x = blocks_of_kinds(["normal", "constant", "zeros", "infinite", "normal"], 60, seed=1)
+    like = encode(x, codec)
+
+    def done() -> list[Tensor]:
+        payload, out = torch.empty_like(like), torch.empty_like(like)
+        lost, reduced, summed = torch.zeros_like(x), x.clone(), x.clone()
+        KERNELS.encode(pieces_of(numel, codec), x, payload, rounding, lost)
+        KERNELS.reduce(pieces_of(numel, codec), reduced, [payload], out, 0.3, rounding, lost)
+        KERNELS.sum(pieces_of(numel, codec), summed, [payload, out], 0.3)
+        return [payload, out, lost, reduced, summed]
+
+    expected = done()
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float64, torch.float16):
+            torch.set_default_dtype(dtype)
+            with torch.device("meta"):
+                got = done()
+            assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
+    finally:
+        torch.set_default_dtype(before)

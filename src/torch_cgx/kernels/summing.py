@@ -1,6 +1,7 @@
-"""Sums of payloads by decoding them, for kernel sets without one call that does it.
+"""Sums of payloads, made of decoding: for kernel sets without one call that does it.
 
-Sums are made in float32, or in float64 for float64 tensors. Nothing here makes the host wait for the tensors' device.
+Summed in float32 (float64 tensors: in float64). Nothing here makes the host wait for the tensors' device.
+For raw and max-min pieces only: a sum of rotated payloads is not the sum of what they decode to.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class _Decodes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A tensor in which pieces of another one are summed up; it begins with the first of them."""
+    """What pieces of a tensor are summed up in: a tensor of its own, which begins with the first of them."""
 
     values: Tensor
     start: int
-    pieces: tuple[Piece, ...]  # with offsets in `values`
+    pieces: tuple[Piece, ...]  # as `values` has them
     quantized: tuple[Piece, ...]  # but for their raw tails
     _with_raw: tuple[Piece, ...]
 
@@ -40,15 +41,15 @@ class Total:
         return cls(values, parts.start, parts.pieces, parts.quantized, parts.with_raw)
 
     def take(self, values: Tensor) -> None:
-        """Begin the sum with the pieces' own values."""
+        """Begin with the pieces' own values."""
         for piece in self.pieces:
             span = slice(piece.offset, piece.offset + piece.numel)
             self.values[span] = values[self.start + piece.offset : self.start + piece.offset + piece.numel]
 
     def hand_out(self, values: Tensor, scale: float) -> None:
-        """Write the sum, scaled and rounded to the dtype once, over the pieces' values.
+        """Write it, scaled and rounded to the dtype once, over the pieces' values.
 
-        A NaN becomes the quiet one, so that the same payloads give identical bits on every host.
+        A NaN becomes the quiet one, so that the same payloads make the same bits on every host.
         """
         self.values.mul_(scale)
         for piece in self.pieces:
@@ -67,7 +68,7 @@ def add_payloads(kernels: _Decodes, total: Total, payloads: Sequence[Tensor], dt
 
 
 def _add_narrow(kernels: _Decodes, total: Total, payloads: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Add payloads of a narrower dtype: levels decode to float32 directly, but raw values are in the dtype itself."""
+    """Levels decode to float32 whatever the dtype is, but raw values lie in the payload in the dtype itself."""
     values = total.values
     arrived = torch.empty(values.numel() if total._with_raw else 0, dtype=dtype, device=values.device)
     for payload in payloads:
@@ -81,7 +82,7 @@ def _add_narrow(kernels: _Decodes, total: Total, payloads: Sequence[Tensor], dty
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Pieces with offsets in their sum, which begins with the first."""
+    """Pieces as the sum has them, which begins with the first."""
 
     start: int
     numel: int
@@ -92,7 +93,7 @@ class _Parts:
 
 @lru_cache(maxsize=256)
 def _parts_of(pieces: tuple[Piece, ...]) -> _Parts:
-    """Return the same objects for equal pieces, because kernels cache tables by the identity of the tuple."""
+    """The same objects for the same pieces: kernels keep tables by the tuple that they were made of."""
     start = min(piece.offset for piece in pieces)
     numel = max(piece.offset + piece.numel for piece in pieces) - start
     moved = tuple(replace(piece, offset=piece.offset - start) for piece in pieces) if start else pieces
