@@ -21,6 +21,6 @@ def test_the_page_has_the_rows_of_the_contract() -> None:
 def test_the_files_that_the_page_names_exist() -> None:
     named = re.findall(r"`([\w/]+\.(?:py|cpp|h|md|toml))`", PAGE)
     assert len(named) > 30
-    files = [str(path) for folder in ("src", "csrc", "docs") for path in (ROOT / folder).rglob("*.*")]
+    files = [str(path) for folder in ("src", "csrc", "docs", "tests") for path in (ROOT / folder).rglob("*.*")]
     files.append(str(ROOT / "pyproject.toml"))
     assert not [name for name in named if not any(path.endswith(f"/{name}") for path in files)]
