@@ -94,3 +94,44 @@ inline float _mm512_reduce_min_ps(__m512 a) {
 inline float _mm512_reduce_max_ps(__m512 a) {
   return cgx_reduce(a, [](float x, float y) { return x > y; });
 }
+inline int32_t _mm512_reduce_max_epi32(__m512i a) {
+  int32_t lane[16];
+  std::memcpy(lane, &a, sizeof a);
+  int32_t most = lane[0];
+  for (const int32_t x : lane) most = x > most ? x : most;
+  return most;
+}
+
+// Lane i of the result is lane from(i) of a.
+template <class From>
+inline __m512 cgx_permuted(__m512 a, From from) {
+  float in[16], out[16];
+  std::memcpy(in, &a, sizeof a);
+  for (int i = 0; i < 16; ++i) out[i] = in[from(i)];
+  __m512 permuted;
+  std::memcpy(&permuted, out, sizeof permuted);
+  return permuted;
+}
+inline __m512 _mm512_permute_ps(__m512 a, int order) {
+  return cgx_permuted(a, [=](int i) { return i / 4 * 4 + (order >> 2 * (i % 4) & 3); });
+}
+// With two operands, the result's low half is of the first and its high half of the second. The kernels give one twice.
+inline __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int order) {
+  if (std::memcmp(&a, &b, sizeof a) != 0) __builtin_trap();
+  return cgx_permuted(a, [=](int i) { return (order >> 2 * (i / 4) & 3) * 4 + i % 4; });
+}
+inline __m256 _mm512_extractf32x8_ps(__m512 a, int half) {
+  __m256 halves[2];
+  std::memcpy(halves, &a, sizeof a);
+  return halves[half];
+}
+
+// SIMDe's compares with 0, and so leaves a NaN its sign.
+#undef _mm512_abs_ps
+inline __m512 _mm512_abs_ps(__m512 a) {
+  uint32_t lane[16];
+  std::memcpy(lane, &a, sizeof a);
+  for (uint32_t& bits : lane) bits &= 0x7FFFFFFF;
+  std::memcpy(&a, lane, sizeof a);
+  return a;
+}
